@@ -1,0 +1,9 @@
+"""Fused M2PO kernels: exact second-moment token selection and the policy loss. See README.md and docs/semantics.md."""
+
+from ._version import __version__
+from .errors import M2POError
+from .loss import grpo_loss, m2po_loss
+from .results import LossOutput, Metrics, Selection
+from .selection import select
+
+__all__ = ["LossOutput", "M2POError", "Metrics", "Selection", "grpo_loss", "m2po_loss", "select"]

@@ -1,0 +1,384 @@
+"""Plain torch, any device. Sorts only the candidates (v > tau); on a CPU it walks in tiles that stay in cache.
+
+The decision is made in integers of at most 28 bits a limb, so it is the same bits as every other backend's (docs/architecture.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..inputs import compute_dtype, wide_dtype
+from ..rule import Batch, Rule
+
+# Tokens in a tile on a CPU: temporaries of 256 KB stay in the second-level cache and come from the allocator's free
+# list. On other devices a tile is the whole batch: there a launch costs more than a trip to memory.
+TILE = 1 << 16
+ROW = (
+    1 << 10
+)  # fp64 sums run over rows of this many values, each summed by one thread: the same bits for any thread count
+LIMB = 28  # bits in a limb of the exact sums; three hold 2^31 tokens times a 53-bit threshold
+SLACK_BITS = 22  # the decision's unit is 2^-SLACK_BITS of the unit in which low tokens are rounded
+
+
+def why_not(device: torch.device) -> None:
+    """Always None: plain torch runs wherever the tensors are."""
+
+
+class _Unit(NamedTuple):
+    """The threshold as an integer: tau = mantissa * 2^exponent, and the scale that makes a low v an integer below 2^31."""
+
+    mantissa: int
+    exponent: int
+    scale: tuple[float, float]  # two factors, as their product may leave the range of fp32
+    candidate_above: float  # the largest value of the compute type that is <= tau
+
+    @classmethod
+    def of(cls, tau: float, dtype: torch.dtype) -> _Unit:
+        rounded = torch.tensor(tau, dtype=torch.float64).to(dtype)
+        if float(rounded) > tau:
+            rounded = torch.nextafter(rounded, rounded.new_zeros(()))
+        if tau == 0 or math.isinf(tau):
+            return cls(0, 0, (0.0, 0.0), float(rounded))
+        fraction, exponent = math.frexp(tau)
+        k = max(min(31 - exponent, 250), -250)
+        return cls(int(math.ldexp(fraction, 53)), exponent - 53, (2.0 ** (k // 2), 2.0 ** (k - k // 2)), float(rounded))
+
+
+class _Tile(NamedTuple):
+    """The per-token terms of one tile, flat; d, v and advantages are 0 where not valid."""
+
+    d: Tensor
+    v: Tensor
+    advantages: Tensor
+    valid: Tensor
+    bad: Tensor  # valid, but not finite
+    region: Tensor  # T
+    q: Tensor | None  # ref_log_probs - log_probs
+    weights: Tensor | None
+    keep: Tensor | None
+
+
+def select(batch: Batch, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    """(keep, counts, floats), as the op m2po_kernels::select returns them."""
+    keep = torch.empty(batch.log_probs.shape, dtype=torch.bool, device=batch.log_probs.device)
+    swept = _sweep(batch, rule, keep_out=keep)
+    cut = _find_cut(swept, rule.m2_threshold)
+    dropped = swept.positions[_dropped(swept.v, swept.positions, cut)]
+    keep.view(-1)[dropped] = False
+    _, counts, floats = _finish(swept, cut, rule)
+    return keep, counts, floats
+
+
+def policy_loss(batch: Batch, rule: Rule) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, scales, cut, counts, floats), as the op m2po_kernels::policy_loss returns them."""
+    dtype, device = compute_dtype(batch.log_probs), batch.log_probs.device
+    per_token = torch.empty(batch.log_probs.shape, dtype=dtype, device=device) if rule.per_token else None
+    swept = _sweep(batch, rule, loss_out=per_token)
+    cut = _find_cut(swept, rule.m2_threshold)
+    sums, counts, floats = _finish(swept, cut, rule)
+    scales = _scales(batch.denominators, counts, rule, device)
+    if per_token is not None:
+        dropped = _dropped(swept.v, swept.positions, cut)
+        per_token.view(-1)[swept.positions[dropped]] -= swept.policy[dropped]
+        return per_token, scales, cut, counts, floats
+    # A scale of 0 says that there is nothing to divide by: the loss is then 0, whatever the sums hold.
+    loss = torch.where(scales > 0, sums * scales, 0.0).sum().to(dtype)
+    return loss, scales, cut, counts, floats
+
+
+def policy_loss_backward(grad_loss: Tensor, scales: Tensor, cut: Tensor, batch: Batch, rule: Rule, out: Tensor) -> None:
+    """Writes d loss / d log_probs into `out` (shape and dtype of log_probs, any strides)."""
+    dtype = compute_dtype(batch.log_probs)
+    unit = _Unit.of(rule.m2_threshold, dtype)
+    cut_v = _from_key(cut[0], dtype)
+    for start, index in _tiles(batch.log_probs):
+        t = _tile(batch, rule, index)
+        if rule.rule == "clip":
+            active = t.valid
+        elif t.keep is not None:
+            active = t.valid & t.keep
+        else:
+            position = torch.arange(start, start + t.d.numel(), device=t.d.device)
+            over = t.region & (t.v > unit.candidate_above)
+            active = t.valid & ~(over & ((t.v > cut_v) | ((t.v == cut_v) & (position <= cut[1]))))
+        _, flat = _ratio(t, rule)
+        factor = grad_loss[index].reshape(-1).double() if rule.per_token else grad_loss.double()
+        moves = active & (t.advantages != 0) & ~flat
+        weights = 1 if t.weights is None else t.weights
+        grad = torch.where(moves, t.d.exp() * (-t.advantages * (factor * scales[0]).to(dtype) * weights), 0.0)
+        if t.q is not None:
+            grad = grad - torch.expm1(t.q) * ((rule.kl_coef * factor * scales[1]).to(dtype) * weights * t.valid)
+        out[index] = grad.reshape(out[index].shape).to(out.dtype)
+
+
+class _Swept(NamedTuple):
+    """What one sweep leaves: sums that are final, and the candidates in the order of their positions."""
+
+    counts: Tensor  # int64: valid, region, bad, clipped, settled drops (given keep), low, first bad
+    low_sum: Tensor  # int64, in the rounding unit
+    sums: Tensor  # fp64: policy, kl, v kept on sight, v dropped by a given keep, ratio, approx_kl
+    ratio_max: Tensor
+    cut_v: Tensor  # smallest v dropped by a given keep
+    v: Tensor
+    policy: Tensor
+    positions: Tensor
+    unit: _Unit
+
+
+def _sweep(batch: Batch, rule: Rule, keep_out: Tensor | None = None, loss_out: Tensor | None = None) -> _Swept:
+    dtype, device = compute_dtype(batch.log_probs), batch.log_probs.device
+    wide = wide_dtype(device)
+    unit = _Unit.of(rule.m2_threshold, dtype)
+    high, low = _clip_bounds(rule, dtype)
+    rows: list[tuple[Tensor, ...]] = []
+    candidates: list[tuple[Tensor, Tensor, Tensor]] = []
+    for start, index in _tiles(batch.log_probs):
+        t = _tile(batch, rule, index)
+        ratio, flat = _ratio(t, rule)
+        policy = torch.where(t.advantages == 0, 0.0, -_clipped_ratio(ratio, flat, t, rule) * t.advantages)
+        excess = torch.expm1(t.d) - t.d
+        if t.weights is not None:
+            policy = policy * t.weights
+        kl = None
+        if t.q is not None:
+            kl = rule.kl_coef * torch.where(t.valid, torch.expm1(t.q) - t.q, 0.0)
+            kl = kl if t.weights is None else kl * t.weights
+        over = torch.zeros_like(t.region)
+        gone = v_gone = None
+        if t.keep is not None:
+            gone = t.valid & ~t.keep
+            policy = policy.masked_fill(gone, 0.0)
+            v_gone = torch.where(gone & t.region, t.v, 0.0)
+        elif rule.rule == "m2po":
+            over = t.region & (t.v > unit.candidate_above)
+        if loss_out is not None:
+            loss_out[index] = (policy if kl is None else policy + kl).reshape(loss_out[index].shape)
+        if keep_out is not None:
+            keep_out[index] = t.valid.reshape(keep_out[index].shape)
+        chosen = over.nonzero().flatten()
+        if chosen.numel():
+            candidates.append((t.v[chosen], policy[chosen], chosen + start))
+            policy = policy.masked_fill(over, 0.0)
+        settled = t.region & ~over if gone is None else t.region & ~over & ~gone
+        v_settled = torch.where(settled, t.v, 0.0)
+        signed = t.d * t.advantages.sign()
+        clipped = signed > torch.where(t.advantages > 0, high, -low)
+        zero = torch.zeros((), dtype=wide, device=device)
+        drops = zero if gone is None else gone.sum().to(wide)
+        rows.append(
+            (
+                # Integers up to 2^48 a tile, so fp64 adds them exactly and in any order.
+                (v_settled * unit.scale[0] * unit.scale[1]).round().sum(dtype=wide),
+                _sum(policy, wide),
+                zero if kl is None else _sum(kl, wide),
+                _sum(v_settled, wide),
+                zero if v_gone is None else _sum(v_gone, wide),
+                _sum(torch.where(t.valid, ratio, 0.0), wide),
+                _sum(excess, wide),
+                t.valid.sum().to(wide),
+                t.region.sum().to(wide),
+                t.bad.sum().to(wide),
+                clipped.sum().to(wide),
+                drops,
+                settled.sum().to(wide),
+                torch.where(t.valid, ratio, 0.0).max().to(wide),
+                zero + math.inf if gone is None else torch.where(gone, t.v, math.inf).min().to(wide),
+                torch.where(t.bad.any(), t.bad.to(torch.uint8).argmax() + start, math.inf).to(wide),
+            )
+        )
+    if not rows:
+        table = torch.zeros(1, 16, dtype=wide, device=device)
+        table[:, 14:] = math.inf
+    else:
+        table = torch.stack([torch.stack(row) for row in rows])
+    integers = table[:, [0, 7, 8, 9, 10, 11, 12]].to(torch.int64).sum(0)
+    first_bad = table[:, 15].min()
+    first_bad = torch.where(first_bad.isinf(), -1, first_bad).to(torch.int64)
+    empty = torch.empty(0, dtype=dtype, device=device)
+    v, policy, positions = (
+        (torch.cat(column) for column in zip(*candidates, strict=True))
+        if candidates
+        else (empty, empty, torch.empty(0, dtype=torch.int64, device=device))
+    )
+    counts = torch.cat([integers[1:], first_bad[None]])
+    return _Swept(
+        counts, integers[0], table[:, 1:7].sum(0), table[:, 13].max(), table[:, 14].min(), v, policy, positions, unit
+    )
+
+
+def _tiles(like: Tensor) -> Iterator[tuple[int, tuple[slice, ...]]]:
+    """(position of the first token, index) of tiles in row-major order; each is a run of whole rows or a piece of one row."""
+    if like.numel() == 0:
+        return
+    rows, columns = (1, like.shape[0]) if like.dim() == 1 else like.shape
+    tile = TILE if like.device.type == "cpu" else like.numel()
+    width = min(columns, tile)
+    height = max(1, tile // columns) if width == columns else 1
+    for row in range(0, rows, height):
+        for column in range(0, columns, width):
+            piece = slice(column, column + width)
+            yield row * columns + column, ((piece,) if like.dim() == 1 else (slice(row, row + height), piece))
+
+
+def _tile(batch: Batch, rule: Rule, index: tuple[slice, ...]) -> _Tile:
+    dtype = compute_dtype(batch.log_probs)
+
+    def flat(tensor: Tensor) -> Tensor:
+        return tensor[index].reshape(-1).to(dtype)
+
+    log_probs, advantages = flat(batch.log_probs), flat(batch.advantages)
+    d = log_probs - flat(batch.behavior_log_probs)
+    q = None if batch.ref_log_probs is None else flat(batch.ref_log_probs) - log_probs
+    valid = batch.mask[index].reshape(-1) != 0
+    probe = d * 0.0 + advantages * 0.0  # 0 where finite, else NaN
+    bad = valid & ((probe if q is None else probe + q * 0.0) != 0)
+    if rule.nonfinite == "drop":
+        valid = valid & ~bad
+    off = ~valid
+    d, advantages = d.masked_fill(off, 0.0), advantages.masked_fill(off, 0.0)
+    q = None if q is None else q.masked_fill(off, 0.0)
+    v = d * d
+    region = (d * advantages.sign() > 0) if rule.scope == "quadrants" else valid & (v == v)
+    weights = None if batch.weights is None else flat(batch.weights)
+    keep = None if batch.keep is None else batch.keep[index].reshape(-1)
+    return _Tile(d, v, advantages, valid, bad, region, q, weights, keep)
+
+
+def _clip_bounds(rule: Rule, dtype: torch.dtype) -> tuple[float, float]:
+    both = torch.tensor([rule.clip_high, -rule.clip_low], dtype=torch.float64).log1p().to(dtype).tolist()
+    return both[0], both[1]
+
+
+def _ratio(t: _Tile, rule: Rule) -> tuple[Tensor, Tensor]:
+    """exp(d), and where the loss does not follow it: beyond PPO's clip or the ratio cap."""
+    log_cap = float(torch.tensor(rule.ratio_cap, dtype=torch.float64).log().to(t.d.dtype))
+    flat = (t.advantages < 0) & (t.d > log_cap)
+    if rule.rule == "clip":
+        high, low = _clip_bounds(rule, t.d.dtype)
+        flat = flat | (t.d * t.advantages.sign() > torch.where(t.advantages > 0, high, -low))
+    return t.d.exp(), flat
+
+
+def _clipped_ratio(ratio: Tensor, flat: Tensor, t: _Tile, rule: Rule) -> Tensor:
+    if rule.rule == "clip":
+        low = torch.where(t.d < 0, 1 - rule.clip_low, rule.ratio_cap)
+        return torch.where(flat, torch.where(t.advantages > 0, 1 + rule.clip_high, low).to(ratio.dtype), ratio)
+    return ratio if math.isinf(rule.ratio_cap) else torch.where(flat, rule.ratio_cap, ratio)
+
+
+def _sum(x: Tensor, wide: torch.dtype) -> Tensor:
+    """fp64 sum in an order that depends on the length alone."""
+    whole = x.numel() // ROW * ROW
+    rows = x[:whole].view(-1, ROW).sum(1, dtype=wide)
+    return torch.cat([rows, x[whole:].sum(dtype=wide)[None]]).sum()
+
+
+def _find_cut(swept: _Swept, tau: float) -> Tensor:
+    """int64 [2]: the bits of the smallest dropped v, and the last position dropped among its equals; (inf, -1) for none."""
+    device = swept.v.device
+    n = swept.v.numel()
+    if n == 0:
+        return torch.stack([_to_key(swept.v.new_full((), math.inf)), torch.tensor(-1, device=device)])
+    # Ascending, the latest of equals first: what is kept is a run from the start.
+    values, order = torch.sort(swept.v.flip(0), stable=True)
+    if tau == 0:
+        n_kept = torch.zeros((), dtype=torch.int64, device=device)
+    else:
+        n_kept = (_remaining_slack(values, swept, tau) >= 0).sum()
+    at = n_kept.clamp(max=n - 1)
+    some = n_kept < n
+    smallest = torch.where(some, values[at], math.inf)
+    return torch.stack([_to_key(smallest), torch.where(some, swept.positions.flip(0)[order[at]], -1)])
+
+
+def _remaining_slack(values: Tensor, swept: _Swept, tau: float) -> Tensor:
+    """The sign of tau * (low + run) - sum(low) - sum(run), for each run of `values` from the start: the top limb of an exact integer."""
+    mask = (1 << LIMB) - 1
+    unit = swept.unit
+    fraction, exponent = torch.frexp(values)
+    digits = 24 if values.dtype == torch.float32 else 53
+    mantissa = torch.ldexp(fraction, torch.tensor(digits, device=values.device)).to(torch.int64)
+    shift = exponent.to(torch.int64) - digits - unit.exponent
+    # From 2^85 on a value exceeds any slack of 2^31 tokens: counted as exactly that.
+    huge = values.isinf() | (shift > 3 * LIMB + 1 - digits)
+    n_low, low_sum = swept.counts[5], swept.low_sum
+    low_limbs = (
+        (low_sum << SLACK_BITS) & mask,
+        (low_sum >> (LIMB - SLACK_BITS)) & mask,
+        low_sum >> (2 * LIMB - SLACK_BITS),
+    )
+    run = torch.arange(1, values.numel() + 1, device=values.device)
+    carry: Tensor | int = 0
+    for limb in range(3):
+        left = (shift - LIMB * limb).clamp(-62, LIMB)
+        piece = torch.where(left >= 0, mantissa << left.clamp(min=0), mantissa >> (-left).clamp(min=0))
+        piece = torch.where(left >= LIMB, 0, piece) if limb < 2 else piece
+        piece = torch.where(huge, (1 << (LIMB + 1)) if limb == 2 else 0, piece if limb == 2 else piece & mask)
+        tau_limb = (unit.mantissa >> (LIMB * limb)) & mask
+        total = (n_low + run) * tau_limb - low_limbs[limb] - piece.cumsum(0) + carry
+        carry = total >> LIMB
+    return total
+
+
+def _dropped(v: Tensor, positions: Tensor, cut: Tensor) -> Tensor:
+    cut_v = _from_key(cut[0], v.dtype)
+    return (v > cut_v) | ((v == cut_v) & (positions <= cut[1]))
+
+
+def _to_key(v: Tensor) -> Tensor:
+    return v.view(torch.int32 if v.dtype == torch.float32 else torch.int64).to(torch.int64)
+
+
+def _from_key(key: Tensor, dtype: torch.dtype) -> Tensor:
+    return key.to(torch.int32).view(dtype) if dtype == torch.float32 else key.view(dtype)
+
+
+def _finish(swept: _Swept, cut: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    """(sums of the policy and KL terms, counts, floats)."""
+    wide = swept.sums.dtype
+    gone = _dropped(swept.v, swept.positions, cut)
+    kept = ~gone
+    policy, kl, v_settled, v_gone, ratio, excess = swept.sums.unbind()
+    valid, region, bad, clipped, settled_drops, low, first_bad = swept.counts.unbind()
+    policy = policy + _sum(torch.where(kept, swept.policy, 0.0), wide)
+    v_kept = v_settled + _sum(torch.where(kept, swept.v, 0.0), wide)
+    v_all = v_settled + v_gone + _sum(swept.v, wide)
+    dropped = settled_drops + gone.sum()
+    n_kept = low + kept.sum()
+    counts = torch.stack([valid, region, torch.full_like(valid, swept.v.numel()), dropped, bad, first_bad])
+    counts = torch.cat([counts[:5], clipped[None], counts[5:]])
+    top = torch.minimum(_from_key(cut[0], swept.v.dtype).to(wide), swept.cut_v)
+
+    def share(x: Tensor, n: Tensor) -> Tensor:
+        return torch.where(n > 0, x.to(wide) / n.clamp(min=1).to(wide), 0.0)
+
+    floats = torch.stack(
+        [
+            share(v_all, region),
+            share(v_kept, n_kept),
+            share(dropped, valid),
+            share(region, valid),
+            top,
+            share(ratio, valid),
+            swept.ratio_max,
+            share(excess, valid),
+            share(clipped, valid),
+        ]
+    )
+    return torch.stack([policy, kl]), counts, floats
+
+
+def _scales(denominators: Tensor | None, counts: Tensor, rule: Rule, device: torch.device) -> Tensor:
+    """fp64 [2]: one over the denominators of the policy and the KL term, 0 for a denominator of 0."""
+    wide = wide_dtype(device)
+    if rule.normalizer == "one":
+        return torch.ones(2, dtype=wide, device=device)
+    if denominators is None:
+        policy = counts[0] - counts[3] if rule.normalizer == "kept" else counts[0]
+        denominators = torch.stack([policy, counts[0]]).to(wide)
+    return torch.where(denominators > 0, 1.0 / denominators, 0.0)
