@@ -6,4 +6,4 @@ from .loss import grpo_loss, m2po_loss
 from .results import LossOutput, Metrics, Selection
 from .selection import select
 
-__all__ = ["LossOutput", "M2POError", "Metrics", "Selection", "grpo_loss", "m2po_loss", "select"]
+__all__ = ["LossOutput", "M2POError", "Metrics", "Selection", "__version__", "grpo_loss", "m2po_loss", "select"]

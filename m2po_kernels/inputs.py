@@ -57,9 +57,7 @@ def check_batch(
             _check_float(name, tensor)
         _check_device(name, tensor, log_probs)
         if tensor.shape != log_probs.shape:
-            raise InvalidArgument(
-                f"{name} must have the shape of log_probs, {list(log_probs.shape)}; got {describe(tensor)}"
-            )
+            raise InvalidArgument(f"{name} must have the shape of log_probs, {list(log_probs.shape)}; got {describe(tensor)}")
 
     ids = None if cu_seqlens is None else _sequence_ids(cu_seqlens, log_probs)
     _check_float("advantages", advantages)
@@ -72,7 +70,7 @@ def check_batch(
 def sequence_weights(
     batch: Batch, ids: Tensor | None, cu_seqlens: Tensor | None, sequence_lengths: Tensor | None, nonfinite: str
 ) -> tuple[Tensor, Tensor]:
-    """For "sequence-mean": per-token weight 1 / (valid tokens of its sequence), shape of log_probs, and the 0-d count of sequences with any."""
+    """For "sequence-mean": the per-token weight 1 / (valid tokens of its sequence), and the 0-d count of sequences with any."""
     log_probs = batch.log_probs
     packed = log_probs.dim() == 1
     if packed and (cu_seqlens is None or ids is None):
@@ -99,9 +97,7 @@ def sequence_weights(
         else:
             lengths = valid.sum(1)
     has_any = lengths > 0
-    weights = torch.where(has_any, 1.0 / lengths.clamp(min=1).to(wide_dtype(log_probs.device)), 0.0).to(
-        compute_dtype(log_probs)
-    )
+    weights = torch.where(has_any, 1.0 / lengths.clamp(min=1).to(wide_dtype(log_probs.device)), 0.0).to(compute_dtype(log_probs))
     per_token = weights[ids] if ids is not None else weights[:, None].expand(log_probs.shape)
     return per_token, has_any.sum()
 
@@ -116,14 +112,12 @@ def nonfinite_positions(batch: Batch) -> Tensor:
     return ~finite
 
 
-def given_denominators(denominator: float | Tensor, log_probs: Tensor) -> Tensor:
+def given_denominators(denominator: float | str | Tensor, log_probs: Tensor) -> Tensor:
     """`denominator=` as fp64 [2] on the device of log_probs: one for the policy term, one for the KL term."""
     dtype = wide_dtype(log_probs.device)
     if isinstance(denominator, Tensor):
         if denominator.numel() != 1:
-            raise InvalidArgument(
-                f"denominator must be one number or a tensor of one element; got {describe(denominator)}"
-            )
+            raise InvalidArgument(f"denominator must be one number or a tensor of one element; got {describe(denominator)}")
         _check_device("denominator", denominator, log_probs)
         return denominator.detach().to(dtype).reshape(1).expand(2)
     if isinstance(denominator, str):
@@ -153,9 +147,7 @@ def _sequence_ids(cu_seqlens: Tensor, log_probs: Tensor) -> Tensor:
     _check_tensor("cu_seqlens", cu_seqlens)
     _check_device("cu_seqlens", cu_seqlens, log_probs)
     if log_probs.dim() != 1:
-        raise InvalidArgument(
-            f"cu_seqlens goes with packed log_probs of shape [N]; got log_probs {describe(log_probs)}"
-        )
+        raise InvalidArgument(f"cu_seqlens goes with packed log_probs of shape [N]; got log_probs {describe(log_probs)}")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise InvalidArgument(f"cu_seqlens must be int32 or int64 of shape [S + 1]; got {describe(cu_seqlens)}")
     n = log_probs.numel()

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from . import ops  # noqa: F401  (registers torch.ops.m2po_kernels)
 from .errors import InvalidArgument, InvalidType, describe
 from .inputs import check_batch, given_denominators, sequence_weights, wide_dtype
-from .ops import _lib as _  # noqa: F401  (registers the ops)
 from .results import LossOutput, Metrics, Selection
 from .rule import REDUCTIONS, Batch, Rule, check_choice
 
@@ -44,7 +44,7 @@ def m2po_loss(
     denominator: D of token-mean (default: valid tokens, counted before dropping) or the number of sequences of
         sequence-mean: a number >= 0 or a one-element tensor on the device (0 gives loss 0). "kept": divide the policy
         term by the tokens that were kept, as AReaL does (token-mean only).
-    ref_log_probs, kl_coef: adds kl_coef * (exp(q) - q - 1), q = ref_log_probs - log_probs, at every valid token; not subject to M.
+    ref_log_probs, kl_coef: adds kl_coef * (exp(q) - q - 1), q = ref_log_probs - log_probs, at every valid token, dropped or not.
     ratio_cap: c > 1 caps exp(d) at c where A < 0 (dual clip); a capped token has no gradient.
     selection: use this M (from `select` on the whole optimizer batch) instead of selecting here; D is then its valid tokens.
     sequence_lengths: int [B] (packed: [S]), the valid tokens of each whole sequence, where the batch holds only parts of them.
@@ -63,9 +63,7 @@ def m2po_loss(
     if selection is not None:
         m2_threshold, scope = _check_selection(selection, log_probs, m2_threshold, scope)
         batch = batch._replace(keep=selection.keep)
-    batch, normalizer = _normalize(
-        batch, ids, reduction, denominator, selection, cu_seqlens, sequence_lengths, nonfinite
-    )
+    batch, normalizer = _normalize(batch, ids, reduction, denominator, selection, cu_seqlens, sequence_lengths, nonfinite)
     rule = Rule(
         m2_threshold=m2_threshold,
         scope=scope,
@@ -99,7 +97,7 @@ def grpo_loss(
 ) -> LossOutput:
     """GRPO with PPO's clip (arXiv 1707.06347) through the same kernel: for comparison with `m2po_loss`, and as fallback.
 
-    clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high], each decided on d. clip_low in [0, 1], clip_high >= 0.
+    clip_low in [0, 1], clip_high >= 0: the ratio is clipped to [1 - clip_low, 1 + clip_high], each decided on d.
     All other arguments, the result and the errors: as in `m2po_loss`. Nothing is dropped; m2_after equals m2_before.
     """
     if isinstance(denominator, str):
@@ -170,7 +168,7 @@ def _normalize(
     sequence_lengths: Tensor | None,
     nonfinite: str,
 ) -> tuple[Batch, str]:
-    """The batch with its per-token weights and, where they are known before the sweep, its denominators; and who counts them else."""
+    """The batch with its weights and, where known before the sweep, its denominators; and who counts them else."""
     check_choice("reduction", reduction, REDUCTIONS)
     if sequence_lengths is not None and reduction != "sequence-mean":
         raise InvalidArgument(f'sequence_lengths goes with reduction="sequence-mean"; got reduction={reduction!r}')
@@ -180,12 +178,10 @@ def _normalize(
                 f"denominator must be None with reduction={reduction!r}, which divides by nothing; got {describe(denominator)}"
             )
         return batch, "one"
-    kept = isinstance(denominator, str) and denominator == "kept"
+    kept = denominator == "kept" if isinstance(denominator, str) else False
     if reduction == "sequence-mean":
         if kept:
-            raise InvalidArgument(
-                'denominator="kept" goes with reduction="token-mean" only; got reduction="sequence-mean"'
-            )
+            raise InvalidArgument('denominator="kept" goes with reduction="token-mean" only; got reduction="sequence-mean"')
         weights, n_sequences = sequence_weights(batch, ids, cu_seqlens, sequence_lengths, nonfinite)
         batch = batch._replace(weights=weights)
         denominator = n_sequences if denominator is None else denominator

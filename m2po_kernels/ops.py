@@ -26,9 +26,7 @@ _lib = torch.library.Library("m2po_kernels", "DEF")
 _lib.define(f"select({_BATCH}, {_RULE}) -> (Tensor keep, Tensor counts, Tensor floats)")
 _lib.define(f"policy_loss({_BATCH}, {_RULE}) -> (Tensor loss, Tensor scales, Tensor cut, Tensor counts, Tensor floats)")
 _lib.define(f"policy_loss_backward(Tensor grad_loss, Tensor scales, Tensor cut, {_BATCH}, {_RULE}) -> Tensor")
-_lib.define(
-    f"policy_loss_backward_out(Tensor grad_loss, Tensor scales, Tensor cut, {_BATCH}, {_RULE}, *, Tensor(a!) out) -> ()"
-)
+_lib.define(f"policy_loss_backward_out(Tensor grad_loss, Tensor scales, Tensor cut, {_BATCH}, {_RULE}, *, Tensor(a!) out) -> ()")
 
 
 def _split(args: tuple) -> tuple[Batch, Rule]:
@@ -126,9 +124,7 @@ def _policy_loss_grad(ctx, grad_loss, *_):
 
 
 def _refuse_second_derivative(ctx, *_):
-    raise InvalidArgument(
-        "m2po_loss and grpo_loss have no second derivative: call backward() without create_graph=True"
-    )
+    raise InvalidArgument("m2po_loss and grpo_loss have no second derivative: call backward() without create_graph=True")
 
 
 torch.library.register_autograd("m2po_kernels::policy_loss", _policy_loss_grad, setup_context=_setup_context, lib=_lib)

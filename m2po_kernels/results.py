@@ -106,7 +106,7 @@ class Metrics:
 
     @property
     def clip_fraction(self) -> Tensor:
-        """Share of valid tokens that PPO's clip takes the gradient from: 0.2 / 0.2 in `m2po_loss`, the given bounds in `grpo_loss`."""
+        """Share of valid tokens whose gradient PPO's clip takes: 0.2 / 0.2 in `m2po_loss`, the given bounds in `grpo_loss`."""
         return self.floats[8]
 
     def to_dict(self) -> dict[str, float | int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import ops  # noqa: F401  (registers torch.ops.m2po_kernels)
 from .inputs import check_batch
-from .ops import _lib as _  # noqa: F401  (registers the ops)
 from .results import Metrics, Selection
 from .rule import Rule
 

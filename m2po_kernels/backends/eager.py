@@ -1,6 +1,6 @@
 """Plain torch, any device. Sorts only the candidates (v > tau); on a CPU it walks in tiles that stay in cache.
 
-The decision is made in integers of at most 28 bits a limb, so it is the same bits as every other backend's (docs/architecture.md).
+The decision is made in exact integers, so its bits are those of every other backend (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from ..rule import Batch, Rule
 # Tokens in a tile on a CPU: temporaries of 256 KB stay in the second-level cache and come from the allocator's free
 # list. On other devices a tile is the whole batch: there a launch costs more than a trip to memory.
 TILE = 1 << 16
-ROW = (
-    1 << 10
-)  # fp64 sums run over rows of this many values, each summed by one thread: the same bits for any thread count
+ROW = 1 << 10  # fp64 sums run over rows of this many values, each summed by one thread: the same bits for any thread count
 LIMB = 28  # bits in a limb of the exact sums; three hold 2^31 tokens times a 53-bit threshold
 SLACK_BITS = 22  # the decision's unit is 2^-SLACK_BITS of the unit in which low tokens are rounded
 
@@ -206,9 +204,7 @@ def _sweep(batch: Batch, rule: Rule, keep_out: Tensor | None = None, loss_out: T
         else (empty, empty, torch.empty(0, dtype=torch.int64, device=device))
     )
     counts = torch.cat([integers[1:], first_bad[None]])
-    return _Swept(
-        counts, integers[0], table[:, 1:7].sum(0), table[:, 13].max(), table[:, 14].min(), v, policy, positions, unit
-    )
+    return _Swept(counts, integers[0], table[:, 1:7].sum(0), table[:, 13].max(), table[:, 14].min(), v, policy, positions, unit)
 
 
 def _tiles(like: Tensor) -> Iterator[tuple[int, tuple[slice, ...]]]:
@@ -297,7 +293,7 @@ def _find_cut(swept: _Swept, tau: float) -> Tensor:
 
 
 def _remaining_slack(values: Tensor, swept: _Swept, tau: float) -> Tensor:
-    """The sign of tau * (low + run) - sum(low) - sum(run), for each run of `values` from the start: the top limb of an exact integer."""
+    """tau * (low + run) - sum(low) - sum(run) for each run of `values` from the start: the top limb, whose sign is the sign."""
     mask = (1 << LIMB) - 1
     unit = swept.unit
     fraction, exponent = torch.frexp(values)

@@ -13,7 +13,7 @@ from .algorithm1 import log_ratio, select_sorted, trust_region
 
 @dataclass(frozen=True)
 class OracleResult:
-    """keep: M (bool). loss: fp64, 0-d or per token. grad: d loss / d log_probs, fp64, for a grad_output of 1. metrics: plain numbers."""
+    """keep: M (bool). loss: fp64, 0-d or per token. grad: d loss / d log_probs, fp64, at grad_output 1. metrics: numbers."""
 
     keep: Tensor
     loss: Tensor

@@ -34,7 +34,7 @@ def areal_mask(v: Tensor, valid: Tensor, m2_threshold: float) -> Tensor:
 def repository_clip_bounds(
     v: Tensor, in_region: Tensor, m2_threshold: float, floor_low: float = 0.3, floor_high: float = 0.5
 ) -> tuple[float, float]:
-    """PPO clip bounds (clip_low, clip_high) as the paper's repository solves them (Infini-AI-Lab/M2PO af54a3e, verl 0.4 fork, core_algos.py).
+    """PPO clip bounds (clip_low, clip_high) as the paper's repository solves them (Infini-AI-Lab/M2PO af54a3e, core_algos.py).
 
     Differs from Algorithm 1: instead of dropping tokens it looks for the bound b at which mean(min(v, b^2) over T) reaches the
     threshold, takes b = the largest sorted |d| before that point, and clips the ratio to [exp(-b), exp(b)], never tighter than
