@@ -1,0 +1,174 @@
+// Registration with libtorch's stable ABI, and the translation of its tensors. No arithmetic here.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <array>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/cut.h"
+#include "cpu/driver.h"
+#include "cpu/isa.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+class TorchThreads final : public m2po::Parallel {
+ public:
+  void run(int64_t n, int64_t grain, Body body, void* context) const override {
+    torch::stable::parallel_for(0, n, grain, [=](int64_t begin, int64_t end) { body(context, begin, end); });
+  }
+};
+
+m2po::DType dtype_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return m2po::DType::f32;
+    case ScalarType::BFloat16:
+      return m2po::DType::bf16;
+    case ScalarType::Half:
+      return m2po::DType::f16;
+    case ScalarType::Double:
+      return m2po::DType::f64;
+    case ScalarType::Bool:
+    case ScalarType::Byte:
+    case ScalarType::Char:
+      return m2po::DType::u8;
+    default:
+      STD_TORCH_CHECK(false, "m2po_native: unexpected dtype ", torch::headeronly::toString(tensor.scalar_type()));
+  }
+}
+
+m2po::Source source_of(const Tensor& tensor) {
+  const bool matrix = tensor.dim() == 2;
+  return {tensor.const_data_ptr(), dtype_of(tensor), matrix ? tensor.stride(0) : 0, tensor.stride(matrix ? 1 : 0)};
+}
+
+m2po::Source source_of(const MaybeTensor& tensor) { return tensor ? source_of(*tensor) : m2po::Source{}; }
+
+m2po::Batch batch_of(const Tensor& log_probs, const Tensor& behavior_log_probs, const Tensor& advantages, const Tensor& mask,
+                     const MaybeTensor& ref_log_probs, const MaybeTensor& weights, const MaybeTensor& keep) {
+  const bool matrix = log_probs.dim() == 2;
+  return {{matrix ? log_probs.size(0) : 1, log_probs.size(matrix ? 1 : 0)},
+          source_of(log_probs),
+          source_of(behavior_log_probs),
+          source_of(advantages),
+          source_of(mask),
+          source_of(ref_log_probs),
+          source_of(weights),
+          source_of(keep)};
+}
+
+// `scalars` and `flags` in the order in which backends/native.py packs them.
+m2po::Rule rule_of(const std::vector<double>& scalars, const std::vector<int64_t>& flags) {
+  STD_TORCH_CHECK(scalars.size() == 5 && flags.size() == 4, "m2po_native: the extension and native.py are of different versions");
+  return {.m2_threshold = scalars[0],
+          .scope_all = flags[0] != 0,
+          .clip = flags[1] != 0,
+          .clip_low = scalars[1],
+          .clip_high = scalars[2],
+          .kl_coef = scalars[3],
+          .ratio_cap = scalars[4],
+          .nonfinite = static_cast<m2po::Nonfinite>(flags[2]),
+          .normalizer = static_cast<m2po::Normalizer>(flags[3])};
+}
+
+template <class Real>
+void sweep_as(const m2po::Batch& batch, const m2po::Rule& rule, const double* denominators, uint8_t* keep_out, void* per_token,
+              void* loss, double* scales, int64_t* cut, int64_t* counts, double* floats) {
+  const auto result = m2po::sweep<Real>(batch, rule, denominators, keep_out, static_cast<Real*>(per_token), TorchThreads());
+  if (loss) *static_cast<Real*>(loss) = static_cast<Real>(result.loss);
+  std::memcpy(scales, result.scales.data(), sizeof result.scales);
+  cut[0] = static_cast<int64_t>(m2po::to_bits(result.cut.value));
+  cut[1] = result.cut.position;
+  std::memcpy(counts, result.statistics.counts.data(), sizeof result.statistics.counts);
+  std::memcpy(floats, result.statistics.floats.data(), sizeof result.statistics.floats);
+}
+
+// Contiguous outputs, made by native.py: keep_out [tokens] bool; per_token [tokens] and loss [1] in the type of d; scales [2],
+// floats [9] fp64; cut [2], counts [7] int64.
+void sweep(const Tensor& log_probs, const Tensor& behavior_log_probs, const Tensor& advantages, const Tensor& mask,
+           const MaybeTensor& ref_log_probs, const MaybeTensor& weights, const MaybeTensor& keep, const MaybeTensor& denominators,
+           const std::vector<double>& scalars, const std::vector<int64_t>& flags, const MaybeTensor& keep_out,
+           const MaybeTensor& per_token, const MaybeTensor& loss, const Tensor& scales, const Tensor& cut, const Tensor& counts,
+           const Tensor& floats) {
+  const auto batch = batch_of(log_probs, behavior_log_probs, advantages, mask, ref_log_probs, weights, keep);
+  std::array<double, 2> given{};
+  if (denominators) {
+    const auto* data = static_cast<const double*>(denominators->const_data_ptr());
+    given = {data[0], data[denominators->stride(0)]};
+  }
+  const auto data = [](const MaybeTensor& tensor) { return tensor ? tensor->mutable_data_ptr() : nullptr; };
+  const auto run = log_probs.scalar_type() == ScalarType::Double ? sweep_as<double> : sweep_as<float>;
+  run(batch, rule_of(scalars, flags), denominators ? given.data() : nullptr, static_cast<uint8_t*>(data(keep_out)), data(per_token),
+      data(loss), static_cast<double*>(scales.mutable_data_ptr()), static_cast<int64_t*>(cut.mutable_data_ptr()),
+      static_cast<int64_t*>(counts.mutable_data_ptr()), static_cast<double*>(floats.mutable_data_ptr()));
+}
+
+template <class Real>
+void backward_as(const m2po::Batch& batch, const m2po::Rule& rule, double grad_loss, const m2po::Source& per_token,
+                 const std::array<double, 2>& scales, const int64_t* cut, const m2po::Source& out) {
+  const m2po::Cut<Real> at{m2po::from_bits<Real>(static_cast<typename m2po::Bits<Real>::Int>(cut[0])), cut[1]};
+  m2po::backward<Real>(batch, rule, grad_loss, per_token, scales, at, out, TorchThreads());
+}
+
+void backward(const Tensor& grad_loss, const Tensor& scales, const Tensor& cut, const Tensor& log_probs,
+              const Tensor& behavior_log_probs, const Tensor& advantages, const Tensor& mask, const MaybeTensor& ref_log_probs,
+              const MaybeTensor& weights, const MaybeTensor& keep, const std::vector<double>& scalars,
+              const std::vector<int64_t>& flags, const Tensor& out) {
+  const auto batch = batch_of(log_probs, behavior_log_probs, advantages, mask, ref_log_probs, weights, keep);
+  const bool wide = log_probs.scalar_type() == ScalarType::Double;
+  double whole = 0;
+  m2po::Source per_token;
+  if (grad_loss.dim() == 0) {
+    whole = wide ? *static_cast<const double*>(grad_loss.const_data_ptr()) : *static_cast<const float*>(grad_loss.const_data_ptr());
+  } else {
+    per_token = source_of(grad_loss);
+  }
+  const auto* s = static_cast<const double*>(scales.const_data_ptr());
+  const auto run = wide ? backward_as<double> : backward_as<float>;
+  if (out.is_contiguous()) m2po::advise_huge(out.mutable_data_ptr(), out.numel() * static_cast<int64_t>(out.element_size()));
+  run(batch, rule_of(scalars, flags), whole, per_token, {s[0], s[1]}, static_cast<const int64_t*>(cut.const_data_ptr()),
+      source_of(out));
+}
+
+// The usable ISAs, best first, joined by commas.
+std::string isas() {
+  std::string joined;
+  for (const auto& name : m2po::usable_isas()) joined += (joined.empty() ? "" : ",") + name;
+  return joined;
+}
+
+bool use_isa(const std::string& isa) { return m2po::use_isa(isa); }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(m2po_native, m) {
+  m.def(
+      "sweep(Tensor log_probs, Tensor behavior_log_probs, Tensor advantages, Tensor mask, Tensor? ref_log_probs, Tensor? weights, "
+      "Tensor? keep, Tensor? denominators, float[] scalars, int[] flags, Tensor(a!)? keep_out, Tensor(b!)? per_token, "
+      "Tensor(c!)? loss, Tensor(d!) scales, Tensor(e!) cut, Tensor(f!) counts, Tensor(g!) floats) -> ()");
+  m.def(
+      "backward(Tensor grad_loss, Tensor scales, Tensor cut, Tensor log_probs, Tensor behavior_log_probs, Tensor advantages, "
+      "Tensor mask, Tensor? ref_log_probs, Tensor? weights, Tensor? keep, float[] scalars, int[] flags, Tensor(a!) out) -> ()");
+  m.def("isas() -> str");
+  m.def("use_isa(str isa) -> bool");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(m2po_native, CPU, m) {
+  m.impl("sweep", TORCH_BOX(&sweep));
+  m.impl("backward", TORCH_BOX(&backward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(m2po_native, CompositeExplicitAutograd, m) {
+  m.impl("isas", TORCH_BOX(&isas));
+  m.impl("use_isa", TORCH_BOX(&use_isa));
+}

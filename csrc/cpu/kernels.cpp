@@ -1,0 +1,349 @@
+// The sweep and the backward over one block of tokens. Compiled once per ISA, with M2PO_ISA naming the inline namespace: two
+// objects of this file share no inline function, so the linker cannot keep the AVX-512 copy for a machine without it. For the
+// same reason nothing here may instantiate standard-library functions that are not forced inline.
+#include "kernels.h"
+
+#include <limits>
+#include <type_traits>
+
+#include "gather.h"
+#include "simd.h"
+
+#define M2PO_STRING2(x) #x
+#define M2PO_STRING(x) M2PO_STRING2(x)
+#define M2PO_CONCAT2(a, b) a##b
+#define M2PO_CONCAT(a, b) M2PO_CONCAT2(a, b)
+
+namespace m2po {
+inline namespace M2PO_ISA {
+namespace {
+
+template <class Real>
+using VectorOf = std::conditional_t<std::is_same_v<Real, float>, FloatV, ScalarDouble>;
+
+template <class V>
+V absolute(V x) {
+  return stdx::abs(x);
+}
+
+// A block's inputs as contiguous arrays, padded with invalid tokens to a whole number of vectors.
+template <class Real>
+struct Block {
+  static constexpr int kPadded = kBlock + 16;
+  alignas(64) Real scratch[7][kPadded];
+  const Real *log_probs, *behavior, *advantages, *reference, *weights, *kept;
+  Real* valid;
+
+  Block(const Batch& batch, int64_t begin, int n, int lanes) {
+    const bool direct = n % lanes == 0;
+    const int padded = (n + lanes - 1) / lanes * lanes;
+    const auto get = [&](const Source& source, int slot) -> const Real* {
+      if (!source.data) return nullptr;
+      const Real* values = fetch(source, batch.grid, begin, n, scratch[slot], direct);
+      for (int i = n; i < padded; ++i) scratch[slot][i] = 0;
+      return values;
+    };
+    log_probs = get(batch.log_probs, 0);
+    behavior = get(batch.behavior_log_probs, 1);
+    advantages = get(batch.advantages, 2);
+    valid = const_cast<Real*>(get(batch.mask, 3));
+    reference = get(batch.ref_log_probs, 4);
+    weights = get(batch.weights, 5);
+    kept = get(batch.keep, 6);
+  }
+};
+
+template <class V>
+V load(const typename V::value_type* from) {
+  return V(from, stdx::element_aligned);
+}
+
+// Where d, the advantage or the reference is NaN or infinite.
+template <class V>
+typename V::mask_type not_finite(V d, V advantage, V q) {
+  return !((d - d) + (advantage - advantage) + (q - q) == V(0));
+}
+
+template <class V>
+bool any_nan(V x, typename V::mask_type where) {
+  return stdx::any_of((x != x) && where);
+}
+
+// Appends the lanes in `chosen`; writes whole vectors, so that the arrays need room for one more.
+template <class V>
+void append(Candidates<typename V::value_type>& list, typename V::mask_type chosen, V v, V policy, int offset) {
+  int count = list.count;
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+  if constexpr (std::is_same_v<V, FloatV>) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __mmask16 k = static_cast<__mmask16>(chosen.__to_bitset().to_ulong());
+    _mm512_storeu_ps(list.v + count, _mm512_maskz_compress_ps(k, static_cast<__m512>(v)));
+    _mm512_storeu_ps(list.policy + count, _mm512_maskz_compress_ps(k, static_cast<__m512>(policy)));
+    const __m512i place = _mm512_maskz_compress_epi32(k, _mm512_add_epi32(lane, _mm512_set1_epi32(offset)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(list.offset + count), _mm512_cvtepi32_epi16(place));
+    list.count = count + __builtin_popcount(k);
+    return;
+  }
+#endif
+  for (size_t lane = 0; lane < V::size(); ++lane) {
+    list.v[count] = v[lane];
+    list.policy[count] = policy[lane];
+    list.offset[count] = static_cast<uint16_t>(offset + static_cast<int>(lane));
+    count += chosen[lane];
+  }
+  list.count = count;
+}
+
+// kPlain: Algorithm 1 over the quadrants, with no option that adds a term, an input or an output.
+template <class V, bool kPlain>
+void sweep(const Batch& batch, const Rule& rule, const Limits<typename V::value_type>& limits, int64_t begin, int n,
+           BlockSums<typename V::value_type>* out, Candidates<typename V::value_type>* list, uint8_t* keep_out,
+           typename V::value_type* loss_out) {
+  using Real = typename V::value_type;
+  using Mask = typename V::mask_type;
+  constexpr int kLanes = V::size();
+  constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
+  Block<Real> block(batch, begin, n, kLanes);
+  WideSum<V> policy_sum, kl_sum, settled_sum, gone_sum, ratio_sum, excess_sum;
+  IntegerSum<V> low_sum;
+  V valid_count = 0, region_count = 0, low_count = 0, clipped_count = 0, gone_count = 0;
+  V ratio_max = 0, gone_min = kInfinity;
+  int32_t bad_count = 0;
+  int64_t first_bad = std::numeric_limits<int64_t>::max();
+  bool nan_ratio = false;
+
+  for (int i = 0; i < n; i += kLanes) {
+    const V log_probs = load<V>(block.log_probs + i);
+    V d = log_probs - load<V>(block.behavior + i);
+    V advantage = load<V>(block.advantages + i);
+    V q = 0;
+    if constexpr (!kPlain)
+      if (block.reference) q = load<V>(block.reference + i) - log_probs;
+    Mask valid = load<V>(block.valid + i) != V(0);
+    const Mask bad = not_finite(d, advantage, q) && valid;
+    if (stdx::any_of(bad)) [[unlikely]] {
+      bad_count += stdx::popcount(bad);
+      first_bad = std::min<int64_t>(first_bad, begin + i + stdx::find_first_set(bad));
+      if (rule.nonfinite == Nonfinite::drop) {
+        valid = valid && !bad;
+        V flags = 0;
+        stdx::where(valid, flags) = V(1);
+        flags.copy_to(block.valid + i, stdx::element_aligned);
+      }
+    }
+    stdx::where(!valid, d) = V(0);
+    stdx::where(!valid, advantage) = V(0);
+
+    const V v = d * d;
+    const Mask negative = advantage < V(0);
+    const Mask moves = absolute(advantage) > V(0);  // false for NaN
+    V along = d;                                    // d in the direction that the advantage rewards
+    stdx::where(negative, along) = -d;
+    Mask region = along > V(0) && moves;
+    if constexpr (!kPlain)
+      if (rule.scope_all) region = valid && v == v;
+    Mask over = region && v > V(limits.candidate_above);
+    Mask settled = region && !over;
+    Mask gone(false);
+    if constexpr (!kPlain) {
+      if (block.kept) gone = valid && load<V>(block.kept + i) == V(0);
+      if (block.kept || rule.clip) {
+        over = Mask(false);
+        settled = region && !gone;
+      }
+    }
+
+    const ExpTerms<V> e = exp_terms(d);
+    V ratio = e.ratio;
+    stdx::where(!valid, ratio) = V(0);
+    ratio_sum.add(ratio);
+    excess_sum.add(e.excess);
+    ratio_max = stdx::max(ratio_max, ratio);
+    if (stdx::any_of(bad)) [[unlikely]] nan_ratio = nan_ratio || any_nan(ratio, valid);
+
+    V bound = limits.log_high;
+    stdx::where(negative, bound) = V(-limits.log_low);
+    const Mask clipped = along > bound && moves;
+
+    V weighed = ratio;
+    if constexpr (!kPlain) {
+      if (rule.clip) {
+        stdx::where(clipped, weighed) = V(limits.ratio_high);
+        stdx::where(clipped && negative, weighed) = V(limits.ratio_low);
+      }
+      stdx::where(negative && d > V(limits.log_cap), weighed) = V(limits.cap);
+    }
+    V policy = -(weighed * advantage);
+    stdx::where(advantage == V(0), policy) = V(0);
+    V weight = 1;
+    if constexpr (!kPlain) {
+      if (block.weights) {
+        weight = load<V>(block.weights + i);
+        policy *= weight;
+        stdx::where(advantage == V(0), policy) = V(0);
+      }
+      stdx::where(gone, policy) = V(0);
+    }
+    if (stdx::any_of(over)) append(*list, over, v, policy, i);
+    stdx::where(over, policy) = V(0);
+    policy_sum.add(policy);
+
+    V v_settled = 0;
+    stdx::where(settled, v_settled) = v;
+    settled_sum.add(v_settled);
+    low_sum.add(round_positive(v_settled * limits.scale_a * limits.scale_b));
+    stdx::where(valid, valid_count) += V(1);
+    stdx::where(region, region_count) += V(1);
+    stdx::where(settled, low_count) += V(1);
+    stdx::where(clipped, clipped_count) += V(1);
+
+    if constexpr (!kPlain) {
+      V kl = 0;
+      if (block.reference) {
+        stdx::where(valid, kl) = exp_terms(q).excess * V(limits.kl_coef) * weight;
+        kl_sum.add(kl);
+      }
+      V v_gone = 0;
+      stdx::where(gone && region, v_gone) = v;
+      gone_sum.add(v_gone);
+      stdx::where(gone, gone_count) += V(1);
+      V lowest = kInfinity;
+      stdx::where(gone, lowest) = v;
+      gone_min = stdx::min(gone_min, lowest);
+      if (loss_out) {
+        const V loss = policy + kl;
+        for (int lane = 0; lane < kLanes && i + lane < n; ++lane) loss_out[begin + i + lane] = loss[lane];
+      }
+    }
+  }
+
+  if (keep_out)
+    for (int i = 0; i < n; ++i) keep_out[begin + i] = block.valid[i] != Real(0);
+  out->policy = policy_sum.total();
+  out->kl = kl_sum.total();
+  out->v_settled = settled_sum.total();
+  out->v_gone = gone_sum.total();
+  out->ratio = ratio_sum.total();
+  out->excess = excess_sum.total();
+  out->low_sum = low_sum.total();
+  out->first_bad = first_bad;
+  // Counts of at most kBlock tokens: exact in Real.
+  out->valid = static_cast<int32_t>(stdx::reduce(valid_count));
+  out->region = static_cast<int32_t>(stdx::reduce(region_count));
+  out->low = static_cast<int32_t>(stdx::reduce(low_count));
+  out->clipped = static_cast<int32_t>(stdx::reduce(clipped_count));
+  out->gone = static_cast<int32_t>(stdx::reduce(gone_count));
+  out->bad = bad_count;
+  out->ratio_max = nan_ratio ? std::numeric_limits<Real>::quiet_NaN() : stdx::hmax(ratio_max);
+  out->gone_min = stdx::hmin(gone_min);
+}
+
+template <class V, bool kPlain>
+void backward(const Batch& batch, const Rule& rule, const Limits<typename V::value_type>& limits,
+              const GradScale<typename V::value_type>& scale, typename V::value_type drop_above, int64_t begin, int n,
+              const Source& out) {
+  using Real = typename V::value_type;
+  using Mask = typename V::mask_type;
+  constexpr int kLanes = V::size();
+  Block<Real> block(batch, begin, n, kLanes);
+  alignas(64) Real scratch[kBlock + 16], factors[kBlock + 16];
+  const Real* factor = nullptr;
+  if constexpr (!kPlain) {
+    if (scale.per_token.data) {
+      factor = fetch(scale.per_token, batch.grid, begin, n, factors, false);
+      for (int i = n; i < n + kLanes; ++i) factors[i] = 0;
+    }
+  }
+  constexpr DType kOwn = std::is_same_v<Real, float> ? DType::f32 : DType::f64;
+  const bool direct = out.dtype == kOwn && n % kLanes == 0 && is_flat(out, batch.grid, begin, n);
+  Real* to = direct ? static_cast<Real*>(const_cast<void*>(out.data)) + begin / batch.grid.columns * out.row_stride +
+                          begin % batch.grid.columns
+                    : scratch;
+
+  for (int i = 0; i < n; i += kLanes) {
+    const V log_probs = load<V>(block.log_probs + i);
+    const V d = log_probs - load<V>(block.behavior + i);
+    const V advantage = load<V>(block.advantages + i);
+    V q = 0;
+    if constexpr (!kPlain)
+      if (block.reference) q = load<V>(block.reference + i) - log_probs;
+    Mask valid = load<V>(block.valid + i) != V(0);
+    if (rule.nonfinite == Nonfinite::drop) valid = valid && !not_finite(d, advantage, q);
+    const V v = d * d;
+    const Mask negative = advantage < V(0);
+    const Mask moves = absolute(advantage) > V(0);
+    V along = d;
+    stdx::where(negative, along) = -d;
+    Mask off = !valid || advantage == V(0);  // no policy gradient
+    if constexpr (kPlain) {
+      off = off || (along > V(0) && moves && v > V(drop_above));
+    } else {
+      if (rule.clip) {
+        V bound = limits.log_high;
+        stdx::where(negative, bound) = V(-limits.log_low);
+        off = off || (along > bound && moves);
+      } else if (block.kept) {
+        off = off || load<V>(block.kept + i) == V(0);
+      } else if (rule.scope_all) {
+        off = off || v > V(drop_above);
+      } else {
+        off = off || (along > V(0) && moves && v > V(drop_above));
+      }
+      off = off || (negative && d > V(limits.log_cap));
+    }
+    V coefficient = -scale.policy;
+    V weight = 1;
+    if constexpr (!kPlain) {
+      if (factor) coefficient = -load<V>(factor + i);
+      if (block.weights) weight = load<V>(block.weights + i);
+      coefficient *= weight;
+    }
+    V gradient = exp_terms(d).ratio * (advantage * coefficient);
+    stdx::where(off, gradient) = V(0);
+    if constexpr (!kPlain) {
+      if (block.reference) {
+        V kl_coefficient = scale.kl;
+        if (factor) kl_coefficient = load<V>(factor + i) * V(limits.kl_coef);
+        V pull = exp_terms(q).minus_one * (kl_coefficient * weight);
+        stdx::where(!valid, pull) = V(0);
+        gradient -= pull;
+      }
+    }
+    gradient.copy_to(to + i, stdx::element_aligned);
+  }
+  if (!direct) store(out, batch.grid, begin, n, scratch);
+}
+
+bool is_plain(const Batch& batch, const Rule& rule) {
+  return !batch.ref_log_probs.data && !batch.weights.data && !batch.keep.data && !rule.scope_all && !rule.clip &&
+         rule.ratio_cap == std::numeric_limits<double>::infinity();
+}
+
+template <class Real>
+void sweep_block(const Batch& batch, const Rule& rule, const Limits<Real>& limits, int64_t begin, int n, BlockSums<Real>* sums,
+                 Candidates<Real>* list, uint8_t* keep_out, Real* loss_out) {
+  if (is_plain(batch, rule) && !loss_out) {
+    sweep<VectorOf<Real>, true>(batch, rule, limits, begin, n, sums, list, keep_out, loss_out);
+  } else {
+    sweep<VectorOf<Real>, false>(batch, rule, limits, begin, n, sums, list, keep_out, loss_out);
+  }
+}
+
+template <class Real>
+void backward_block(const Batch& batch, const Rule& rule, const Limits<Real>& limits, const GradScale<Real>& scale,
+                    Real drop_above, int64_t begin, int n, const Source& out) {
+  if (is_plain(batch, rule) && !scale.per_token.data) {
+    backward<VectorOf<Real>, true>(batch, rule, limits, scale, drop_above, begin, n, out);
+  } else {
+    backward<VectorOf<Real>, false>(batch, rule, limits, scale, drop_above, begin, n, out);
+  }
+}
+
+}  // namespace
+}  // namespace M2PO_ISA
+
+extern const Kernels M2PO_CONCAT(kKernels_, M2PO_ISA);
+const Kernels M2PO_CONCAT(kKernels_, M2PO_ISA) = {M2PO_STRING(M2PO_ISA), sweep_block<float>, sweep_block<double>,
+                                                  backward_block<float>, backward_block<double>};
+
+}  // namespace m2po

@@ -1,0 +1,99 @@
+"""CPU in C++ (csrc/cpu): one sweep, SIMD chosen at run time, torch's own threads. Falls back on nothing: see `why_not`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..inputs import compute_dtype
+from ..results import COUNTS, FLOATS
+from ..rule import NONFINITE, Batch, Rule
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_BYTES = (torch.bool, torch.uint8, torch.int8)
+_NORMALIZERS = ("valid", "kept", "one")
+
+
+@functools.cache
+def _load() -> str | None:
+    """Loads the extension once. None if its ops are there, else the reason why not."""
+    library = _PACKAGE / "_native.so"
+    if not library.exists():
+        record = _PACKAGE / "_build.json"
+        built = json.loads(record.read_text())["why"] if record.exists() else "setup.py has not run"
+        return f"the extension was not built: {built}"
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        return f"the extension does not load beside torch {torch.__version__}: {error}"
+    return None
+
+
+def why_not(device: torch.device) -> str | None:
+    """None if the extension serves tensors on `device`, else the reason."""
+    if device.type != "cpu":
+        return f"serves tensors on a CPU; these are on {device.type}"
+    return _load()
+
+
+def isas() -> list[str]:
+    """The instruction sets that were compiled in and that this machine runs, best first; none without the extension."""
+    if _load() is not None:
+        return []
+    return torch.ops.m2po_native.isas().split(",")
+
+
+def use_isa(isa: str) -> bool:
+    """Use the kernels of `isa`, one of `isas()`, from now on; False if it is none. For tests and benchmarks."""
+    return isa in isas() and torch.ops.m2po_native.use_isa(isa)
+
+
+def select(batch: Batch, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    """(keep, counts, floats), as the op m2po_kernels::select returns them."""
+    keep = torch.empty(batch.log_probs.shape, dtype=torch.bool)
+    _, _, counts, floats = _sweep(batch, rule, keep, None, None)
+    return keep, counts, floats
+
+
+def policy_loss(batch: Batch, rule: Rule) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, scales, cut, counts, floats), as the op m2po_kernels::policy_loss returns them."""
+    dtype = compute_dtype(batch.log_probs)
+    if rule.per_token:
+        loss = torch.empty(batch.log_probs.shape, dtype=dtype)
+        return loss, *_sweep(batch, rule, None, loss, None)
+    loss = torch.empty((), dtype=dtype)
+    return loss, *_sweep(batch, rule, None, None, loss)
+
+
+def policy_loss_backward(grad_loss: Tensor, scales: Tensor, cut: Tensor, batch: Batch, rule: Rule, out: Tensor) -> None:
+    """Writes d loss / d log_probs into `out` (shape and dtype of log_probs, any strides)."""
+    tensors = _tensors(batch)[:-1]
+    torch.ops.m2po_native.backward(grad_loss, scales, cut, *tensors, *_pack(rule), out)
+
+
+def _sweep(batch: Batch, rule: Rule, keep: Tensor | None, per_token: Tensor | None, loss: Tensor | None) -> tuple[Tensor, ...]:
+    scales, floats = torch.empty(2, dtype=torch.float64), torch.empty(len(FLOATS), dtype=torch.float64)
+    cut, counts = torch.empty(2, dtype=torch.int64), torch.empty(len(COUNTS), dtype=torch.int64)
+    torch.ops.m2po_native.sweep(*_tensors(batch), *_pack(rule), keep, per_token, loss, scales, cut, counts, floats)
+    return scales, cut, counts, floats
+
+
+def _tensors(batch: Batch) -> tuple[Tensor | None, ...]:
+    mask = batch.mask if batch.mask.dtype in _BYTES else batch.mask != 0
+    return tuple(batch._replace(mask=mask))
+
+
+def _pack(rule: Rule) -> tuple[list[float], list[int]]:
+    """The scalars and flags in the order of bindings.cpp's rule_of."""
+    scalars = [rule.m2_threshold, rule.clip_low, rule.clip_high, rule.kl_coef, rule.ratio_cap]
+    flags = [
+        int(rule.scope == "all"),
+        int(rule.rule == "clip"),
+        NONFINITE.index(rule.nonfinite),
+        _NORMALIZERS.index(rule.normalizer),
+    ]
+    return scalars, flags

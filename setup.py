@@ -1,0 +1,157 @@
+"""Builds the compiled extension. M2PO_BUILD=none|cpu|cuda; without it, what this machine can build. Says what it chose.
+
+The extension uses libtorch's stable ABI and no Python API, so one wheel per platform serves every torch >= 2.10 and every
+CPython >= 3.10. Torch is not imported, only its headers and libraries are looked for: in the environment that runs pip, also
+from within pip's build isolation, so that a build never downloads a torch of its own.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Distribution, Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+CHOICES = ("none", "cpu", "cuda")
+FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-DNDEBUG",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",  # d, v and the sums are rounded operation by operation: masks depend on it
+    "-fno-math-errno",
+    "-DTORCH_TARGET_VERSION=0x020a000000000000",  # nothing newer than torch 2.10
+]
+# One object of csrc/cpu/kernels.cpp per instruction set; the best that a machine runs is chosen when the extension loads.
+ISAS = {"baseline": []}
+if platform.machine().lower() in ("x86_64", "amd64"):
+    ISAS["avx2"] = ["-mavx2", "-mfma"]
+    # GCC 12 warns of an uninitialised variable inside its own AVX-512 header.
+    ISAS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-Wno-maybe-uninitialized"]
+
+
+def find_torch() -> Path | None:
+    """The directory of an installed torch, without importing it."""
+    places = [Path(entry) for entry in sys.path if entry]
+    places += [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]  # hidden from sys.path by build isolation
+    for place in list(places):
+        if place.is_dir():
+            for pth in place.glob("*.pth"):
+                places += [Path(line) for line in pth.read_text(errors="ignore").splitlines() if line.startswith("/")]
+    for place in places:
+        if (place / "torch/include/torch/csrc/stable/library.h").exists():
+            return place / "torch"
+    return None
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: $CXX, else c++ or g++ on PATH."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++"]
+    return next((found for found in map(shutil.which, names) if found), None)
+
+
+def choose() -> tuple[str, str]:
+    """(what to build, why)."""
+    wanted = os.environ.get("M2PO_BUILD", "")
+    if wanted not in ("", *CHOICES):
+        raise SystemExit(f"M2PO_BUILD must be one of {', '.join(CHOICES)}, or unset; got {wanted!r}")
+    if wanted == "none":
+        return "none", "M2PO_BUILD=none"
+    if wanted == "cuda":
+        raise SystemExit("M2PO_BUILD=cuda: this version has no CUDA kernels; use M2PO_BUILD=cpu")
+    missing = []
+    if sys.platform != "linux":
+        missing.append(f"{sys.platform} is not supported, only Linux is")
+    if find_compiler() is None:
+        missing.append("no C++ compiler was found (CXX, c++, g++)")
+    if find_torch() is None:
+        missing.append("no torch >= 2.10 was found beside this Python: install torch first")
+    if not missing:
+        return "cpu", f"M2PO_BUILD={wanted}" if wanted else "a C++ compiler and torch's headers were found"
+    if wanted:
+        raise SystemExit(f"M2PO_BUILD={wanted} cannot be had: {'; '.join(missing)}")
+    return "none", "; ".join(missing)
+
+
+BUILD, WHY = choose()
+
+
+def record(native: bool, why: str) -> dict:
+    """What `m2po doctor` says of the build."""
+    compiler, torch = find_compiler(), find_torch()
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout if native else ""
+    return {
+        "native": native,
+        "why": why,
+        "compiler": version.splitlines()[0] if version else "",
+        "torch": (torch / "version.py").read_text().split("__version__ = ")[1].split("'")[1] if native and torch else "",
+        "isas": list(ISAS) if native else [],
+    }
+
+
+class BuildNative(build_ext):
+    """Compiles each source with its own flags, kernels.cpp once per instruction set, and links them without Python."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
+
+    def build_extension(self, ext: Extension) -> None:
+        compiler, torch = find_compiler(), find_torch()
+        assert compiler and torch
+        build = Path(self.build_temp)
+        build.mkdir(parents=True, exist_ok=True)
+        include = [f"-I{torch / 'include'}", f"-I{ROOT / 'csrc'}"]
+        jobs = [(ROOT / source, build / (Path(source).stem + ".o"), include) for source in ext.sources]
+        kernels = ROOT / "csrc/cpu/kernels.cpp"
+        jobs += [(kernels, build / f"kernels_{isa}.o", [f"-DM2PO_ISA={isa}", *flags]) for isa, flags in ISAS.items()]
+        for source, target, flags in jobs:
+            self.spawn([compiler, *FLAGS, *flags, "-c", str(source), "-o", str(target)])
+        output = Path(self.get_ext_fullpath(ext.name))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        objects = [str(target) for _, target, _ in jobs]
+        self.spawn([compiler, "-shared", *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", "-ltorch", "-o", str(output)])
+
+
+class BuildPython(build_py):
+    """Leaves a record of what was built, for `m2po doctor`."""
+
+    def run(self) -> None:
+        super().run()
+        print(f"m2po_kernels: M2PO_BUILD={BUILD} ({WHY})", file=sys.stderr)
+        package = ROOT / "m2po_kernels" if self.editable_mode else Path(self.build_lib) / "m2po_kernels"
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "_build.json").write_text(json.dumps(record(BUILD != "none", WHY), indent=1) + "\n")
+
+
+class PlatformWheel(bdist_wheel):
+    """py3-none-<platform>: the extension uses no Python API."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+class NativeDistribution(Distribution):
+    def has_ext_modules(self) -> bool:
+        return BUILD != "none"
+
+
+EXTENSION = Extension(
+    "m2po_kernels._native",
+    sources=["csrc/bindings.cpp", "csrc/cpu/driver.cpp", "csrc/cpu/isa.cpp"],
+    depends=[str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.[hc]*")],
+)
+
+setup(
+    ext_modules=[EXTENSION] if BUILD != "none" else [],
+    cmdclass={"build_ext": BuildNative, "build_py": BuildPython, "bdist_wheel": PlatformWheel},
+    distclass=NativeDistribution,
+)
