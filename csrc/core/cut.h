@@ -32,7 +32,7 @@ struct Unit {
     const double fraction = std::frexp(tau, &e);
     unit.mantissa = static_cast<int64_t>(std::ldexp(fraction, 53));
     unit.exponent = e - 53;
-    unit.scale_exponent = std::clamp(31 - e, -250, 250);  // beyond, fp32 holds nothing but 0 and inf on the low side
+    unit.scale_exponent = std::min(31 - e, 1023);  // beyond, a low v is subnormal and rounds to 0
     return unit;
   }
 };

@@ -50,7 +50,7 @@ struct Rule {
 template <class Real>
 struct Limits {
   Real candidate_above;         // largest Real that is <= m2_threshold
-  Real scale_a, scale_b;        // their product makes a low v an integer below 2^31
+  double scale;                 // 2^k: a low v times it is below 2^31, and is rounded to an integer
   Real log_high, log_low;       // log1p(clip_high), log1p(-clip_low)
   Real ratio_high, ratio_low;   // 1 + clip_high, 1 - clip_low
   Real log_cap, cap;
@@ -61,7 +61,7 @@ struct Limits {
 template <class Real>
 struct BlockSums {
   double policy, kl, v_settled, v_gone, ratio, excess;
-  int64_t low_sum;  // in units of 2^-k, see Limits::scale
+  int64_t low_sum;  // in units of 2^-k
   int64_t first_bad;
   int32_t valid, region, low, clipped, bad, gone;
   Real ratio_max;

@@ -29,10 +29,8 @@ Limits<Real> limits_of(const Rule& rule, const Unit& unit) {
   limits.candidate_above = static_cast<Real>(rule.m2_threshold);
   if (static_cast<double>(limits.candidate_above) > rule.m2_threshold)
     limits.candidate_above = std::nextafter(limits.candidate_above, Real(0));
-  const int k = unit.scale_exponent;
-  const bool rounds = unit.mantissa != 0;  // at tau = 0 low tokens have v = 0, at infinity nothing is decided
-  limits.scale_a = rounds ? static_cast<Real>(std::ldexp(1.0, k / 2)) : Real(0);
-  limits.scale_b = rounds ? static_cast<Real>(std::ldexp(1.0, k - k / 2)) : Real(0);
+  // At tau = 0 a low v is 0, and at infinity nothing is decided.
+  limits.scale = unit.mantissa == 0 ? 0.0 : std::ldexp(1.0, unit.scale_exponent);
   limits.log_high = static_cast<Real>(std::log1p(rule.clip_high));
   limits.log_low = static_cast<Real>(std::log1p(-rule.clip_low));
   limits.ratio_high = static_cast<Real>(1 + rule.clip_high);

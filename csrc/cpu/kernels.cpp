@@ -22,7 +22,7 @@ template <class Real>
 using VectorOf = std::conditional_t<std::is_same_v<Real, float>, FloatV, ScalarDouble>;
 
 template <class V>
-V absolute(V x) {
+M2PO_INLINE V absolute(V x) {
   return stdx::abs(x);
 }
 
@@ -54,24 +54,19 @@ struct Block {
 };
 
 template <class V>
-V load(const typename V::value_type* from) {
+M2PO_INLINE V load(const typename V::value_type* from) {
   return V(from, stdx::element_aligned);
 }
 
 // Where d, the advantage or the reference is NaN or infinite.
 template <class V>
-typename V::mask_type not_finite(V d, V advantage, V q) {
+M2PO_INLINE typename V::mask_type not_finite(V d, V advantage, V q) {
   return !((d - d) + (advantage - advantage) + (q - q) == V(0));
-}
-
-template <class V>
-bool any_nan(V x, typename V::mask_type where) {
-  return stdx::any_of((x != x) && where);
 }
 
 // Appends the lanes in `chosen`; writes whole vectors, so that the arrays need room for one more.
 template <class V>
-void append(Candidates<typename V::value_type>& list, typename V::mask_type chosen, V v, V policy, int offset) {
+M2PO_INLINE void append(Candidates<typename V::value_type>& list, typename V::mask_type chosen, V v, V policy, int offset) {
   int count = list.count;
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
   if constexpr (std::is_same_v<V, FloatV>) {
@@ -104,9 +99,8 @@ void sweep(const Batch& batch, const Rule& rule, const Limits<typename V::value_
   constexpr int kLanes = V::size();
   constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
   Block<Real> block(batch, begin, n, kLanes);
-  WideSum<V> policy_sum, kl_sum, settled_sum, gone_sum, ratio_sum, excess_sum;
-  IntegerSum<V> low_sum;
-  V valid_count = 0, region_count = 0, low_count = 0, clipped_count = 0, gone_count = 0;
+  WideSum<V> gain_sum, kl_sum, settled_sum, gone_sum, ratio_sum, excess_sum;
+  V valid_count = 0, region_count = 0, clipped_count = 0, gone_count = 0, gone_region_count = 0;
   V ratio_max = 0, gone_min = kInfinity;
   int32_t bad_count = 0;
   int64_t first_bad = std::numeric_limits<int64_t>::max();
@@ -117,40 +111,44 @@ void sweep(const Batch& batch, const Rule& rule, const Limits<typename V::value_
     V d = log_probs - load<V>(block.behavior + i);
     V advantage = load<V>(block.advantages + i);
     V q = 0;
-    if constexpr (!kPlain)
-      if (block.reference) q = load<V>(block.reference + i) - log_probs;
+    V size = absolute(d) + absolute(advantage);
+    if constexpr (!kPlain) {
+      if (block.reference) {
+        q = load<V>(block.reference + i) - log_probs;
+        size += absolute(q);
+      }
+    }
     Mask valid = load<V>(block.valid + i) != V(0);
-    const Mask bad = not_finite(d, advantage, q) && valid;
-    if (stdx::any_of(bad)) [[unlikely]] {
-      bad_count += stdx::popcount(bad);
-      first_bad = std::min<int64_t>(first_bad, begin + i + stdx::find_first_set(bad));
-      if (rule.nonfinite == Nonfinite::drop) {
-        valid = valid && !bad;
-        V flags = 0;
-        stdx::where(valid, flags) = V(1);
-        flags.copy_to(block.valid + i, stdx::element_aligned);
+    // `size` is NaN or infinite where an input is, and rarely where two are very large.
+    const bool odd = stdx::any_of(valid && !(size < V(kInfinity)));
+    if (odd) [[unlikely]] {
+      const Mask bad = not_finite(d, advantage, q) && valid;
+      if (stdx::any_of(bad)) {
+        bad_count += stdx::popcount(bad);
+        first_bad = std::min<int64_t>(first_bad, begin + i + stdx::find_first_set(bad));
+        if (rule.nonfinite == Nonfinite::drop) {
+          valid = valid && !bad;
+          V flags = 0;
+          stdx::where(valid, flags) = V(1);
+          flags.copy_to(block.valid + i, stdx::element_aligned);
+        }
       }
     }
     stdx::where(!valid, d) = V(0);
     stdx::where(!valid, advantage) = V(0);
 
     const V v = d * d;
+    const V along = flip_sign(d, advantage);  // d in the direction that the advantage rewards
     const Mask negative = advantage < V(0);
     const Mask moves = absolute(advantage) > V(0);  // false for NaN
-    V along = d;                                    // d in the direction that the advantage rewards
-    stdx::where(negative, along) = -d;
     Mask region = along > V(0) && moves;
     if constexpr (!kPlain)
       if (rule.scope_all) region = valid && v == v;
     Mask over = region && v > V(limits.candidate_above);
-    Mask settled = region && !over;
     Mask gone(false);
     if constexpr (!kPlain) {
       if (block.kept) gone = valid && load<V>(block.kept + i) == V(0);
-      if (block.kept || rule.clip) {
-        over = Mask(false);
-        settled = region && !gone;
-      }
+      if (block.kept || rule.clip) over = Mask(false);
     }
 
     const ExpTerms<V> e = exp_terms(d);
@@ -159,7 +157,7 @@ void sweep(const Batch& batch, const Rule& rule, const Limits<typename V::value_
     ratio_sum.add(ratio);
     excess_sum.add(e.excess);
     ratio_max = stdx::max(ratio_max, ratio);
-    if (stdx::any_of(bad)) [[unlikely]] nan_ratio = nan_ratio || any_nan(ratio, valid);
+    if (odd) [[unlikely]] nan_ratio = nan_ratio || stdx::any_of(ratio != ratio);
 
     V bound = limits.log_high;
     stdx::where(negative, bound) = V(-limits.log_low);
@@ -173,28 +171,24 @@ void sweep(const Batch& batch, const Rule& rule, const Limits<typename V::value_
       }
       stdx::where(negative && d > V(limits.log_cap), weighed) = V(limits.cap);
     }
-    V policy = -(weighed * advantage);
-    stdx::where(advantage == V(0), policy) = V(0);
+    V gain = weighed * advantage;  // minus the policy loss
     V weight = 1;
     if constexpr (!kPlain) {
       if (block.weights) {
         weight = load<V>(block.weights + i);
-        policy *= weight;
-        stdx::where(advantage == V(0), policy) = V(0);
+        gain *= weight;
       }
-      stdx::where(gone, policy) = V(0);
     }
-    if (stdx::any_of(over)) append(*list, over, v, policy, i);
-    stdx::where(over, policy) = V(0);
-    policy_sum.add(policy);
+    if (stdx::any_of(over)) append(*list, over, v, V(-gain), i);
+    V settled_gain = 0;
+    stdx::where(advantage != V(0) && !over && !gone, settled_gain) = gain;
+    gain_sum.add(settled_gain);
 
     V v_settled = 0;
-    stdx::where(settled, v_settled) = v;
-    settled_sum.add(v_settled);
-    low_sum.add(round_positive(v_settled * limits.scale_a * limits.scale_b));
+    stdx::where(region && !over && !gone, v_settled) = v;
+    settled_sum.add_rounded(v_settled, limits.scale);
     stdx::where(valid, valid_count) += V(1);
     stdx::where(region, region_count) += V(1);
-    stdx::where(settled, low_count) += V(1);
     stdx::where(clipped, clipped_count) += V(1);
 
     if constexpr (!kPlain) {
@@ -203,15 +197,18 @@ void sweep(const Batch& batch, const Rule& rule, const Limits<typename V::value_
         stdx::where(valid, kl) = exp_terms(q).excess * V(limits.kl_coef) * weight;
         kl_sum.add(kl);
       }
-      V v_gone = 0;
-      stdx::where(gone && region, v_gone) = v;
-      gone_sum.add(v_gone);
-      stdx::where(gone, gone_count) += V(1);
-      V lowest = kInfinity;
-      stdx::where(gone, lowest) = v;
-      gone_min = stdx::min(gone_min, lowest);
+      if (block.kept) {
+        V v_gone = 0;
+        stdx::where(gone && region, v_gone) = v;
+        gone_sum.add(v_gone);
+        stdx::where(gone, gone_count) += V(1);
+        stdx::where(gone && region, gone_region_count) += V(1);
+        V lowest = kInfinity;
+        stdx::where(gone, lowest) = v;
+        gone_min = stdx::min(gone_min, lowest);
+      }
       if (loss_out) {
-        const V loss = policy + kl;
+        const V loss = kl - settled_gain;
         for (int lane = 0; lane < kLanes && i + lane < n; ++lane) loss_out[begin + i + lane] = loss[lane];
       }
     }
@@ -219,18 +216,18 @@ void sweep(const Batch& batch, const Rule& rule, const Limits<typename V::value_
 
   if (keep_out)
     for (int i = 0; i < n; ++i) keep_out[begin + i] = block.valid[i] != Real(0);
-  out->policy = policy_sum.total();
+  out->policy = 0.0 - gain_sum.total();
   out->kl = kl_sum.total();
   out->v_settled = settled_sum.total();
   out->v_gone = gone_sum.total();
   out->ratio = ratio_sum.total();
   out->excess = excess_sum.total();
-  out->low_sum = low_sum.total();
+  out->low_sum = settled_sum.rounded_total();
   out->first_bad = first_bad;
   // Counts of at most kBlock tokens: exact in Real.
   out->valid = static_cast<int32_t>(stdx::reduce(valid_count));
   out->region = static_cast<int32_t>(stdx::reduce(region_count));
-  out->low = static_cast<int32_t>(stdx::reduce(low_count));
+  out->low = out->region - list->count - static_cast<int32_t>(stdx::reduce(gone_region_count));
   out->clipped = static_cast<int32_t>(stdx::reduce(clipped_count));
   out->gone = static_cast<int32_t>(stdx::reduce(gone_count));
   out->bad = bad_count;
@@ -272,8 +269,7 @@ void backward(const Batch& batch, const Rule& rule, const Limits<typename V::val
     const V v = d * d;
     const Mask negative = advantage < V(0);
     const Mask moves = absolute(advantage) > V(0);
-    V along = d;
-    stdx::where(negative, along) = -d;
+    const V along = flip_sign(d, advantage);
     Mask off = !valid || advantage == V(0);  // no policy gradient
     if constexpr (kPlain) {
       off = off || (along > V(0) && moves && v > V(drop_above));

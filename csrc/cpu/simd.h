@@ -4,9 +4,13 @@
 #include <cmath>
 #include <cstdint>
 #include <experimental/simd>
+#include <utility>
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
+
+// A call would spill every vector register, as none is preserved across one.
+#define M2PO_INLINE [[gnu::always_inline]] inline
 
 namespace m2po {
 inline namespace M2PO_ISA {
@@ -18,7 +22,7 @@ using DoubleV = stdx::native_simd<double>;
 using ScalarDouble = stdx::simd<double, stdx::simd_abi::scalar>;
 
 // a * b + c, rounded once where the ISA can. Only for exp's polynomial: d, v and the sums are never contracted.
-inline FloatV mul_add(FloatV a, FloatV b, FloatV c) {
+M2PO_INLINE FloatV mul_add(FloatV a, FloatV b, FloatV c) {
 #if defined(__AVX512F__)
   return FloatV(_mm512_fmadd_ps(static_cast<__m512>(a), static_cast<__m512>(b), static_cast<__m512>(c)));
 #elif defined(__FMA__)
@@ -28,34 +32,86 @@ inline FloatV mul_add(FloatV a, FloatV b, FloatV c) {
 #endif
 }
 
-// An fp64 sum of lanes.
+// fp64 sums of lanes, and of lanes rounded to multiples of 2^-k (ties to even), the latter exact.
 template <class V>
 class WideSum;
+
+// 2^52 + x, for 0 <= x < 2^31, rounds x to an integer and holds it in the low bits of its representation; so a sum of
+// representations modulo 2^64 is the exact sum of the integers, once the bits of 2^52 are taken off as often as they came in.
+inline constexpr double kIntegerBase = 0x1p52;
 
 template <>
 class WideSum<FloatV> {
  public:
-  void add(FloatV x) {
-    using Half = stdx::simd<float, stdx::simd_abi::deduce_t<float, FloatV::size() / 2>>;
-    const auto half = stdx::split<Half>(x);
-    low_ += stdx::static_simd_cast<DoubleV>(half[0]);
-    high_ += stdx::static_simd_cast<DoubleV>(half[1]);
+  M2PO_INLINE void add(FloatV x) {
+    low_ += lower(x);
+    high_ += upper(x);
   }
-  double total() const { return stdx::reduce(low_ + high_); }
+  M2PO_INLINE void add_rounded(FloatV x, double scale) {
+    const DoubleV low = lower(x), high = upper(x);
+    low_ += low;
+    high_ += high;
+    // The product with a power of two is exact.
+    low_bits_ += __builtin_bit_cast(Int, DoubleV(low * scale + kIntegerBase));
+    high_bits_ += __builtin_bit_cast(Int, DoubleV(high * scale + kIntegerBase));
+    ++additions_;
+  }
+  M2PO_INLINE double total() const {
+    const DoubleV sum = low_ + high_;
+    double total = 0;
+    for (int lane = 0; lane < kHalf; ++lane) total += sum[lane];
+    return total;
+  }
+  M2PO_INLINE int64_t rounded_total() const {
+    const Int sum = low_bits_ + high_bits_;
+    uint64_t total = 0;
+    for (int lane = 0; lane < kHalf; ++lane) total += sum[lane];
+    return static_cast<int64_t>(total - additions_ * FloatV::size() * __builtin_bit_cast(uint64_t, kIntegerBase));
+  }
 
  private:
+  static constexpr int kHalf = static_cast<int>(FloatV::size()) / 2;
+  using HalfV = stdx::simd<float, stdx::simd_abi::deduce_t<float, kHalf>>;
+  using Raw [[gnu::vector_size(sizeof(FloatV))]] = float;
+  using Int = stdx::rebind_simd_t<uint64_t, DoubleV>;
+
+  M2PO_INLINE static DoubleV lower(FloatV x) { return widen<0>(x, std::make_integer_sequence<int, kHalf>()); }
+  M2PO_INLINE static DoubleV upper(FloatV x) { return widen<kHalf>(x, std::make_integer_sequence<int, kHalf>()); }
+
+  // The halves are taken with the compiler's own shuffle: simd's split() is not always inlined.
+  template <int kFirst, int... kLane>
+  M2PO_INLINE static DoubleV widen(FloatV x, std::integer_sequence<int, kLane...>) {
+    const auto raw = __builtin_bit_cast(Raw, x);
+    return stdx::static_simd_cast<DoubleV>(__builtin_bit_cast(HalfV, __builtin_shufflevector(raw, raw, (kFirst + kLane)...)));
+  }
+
   DoubleV low_ = 0.0, high_ = 0.0;
+  Int low_bits_ = 0, high_bits_ = 0;
+  uint64_t additions_ = 0;
 };
 
 template <>
 class WideSum<ScalarDouble> {
  public:
-  void add(ScalarDouble x) { sum_ += x[0]; }
-  double total() const { return sum_; }
+  M2PO_INLINE void add(ScalarDouble x) { sum_ += x[0]; }
+  M2PO_INLINE void add_rounded(ScalarDouble x, double scale) {
+    sum_ += x[0];
+    rounded_ += static_cast<int64_t>((x[0] * scale + kIntegerBase) - kIntegerBase);
+  }
+  M2PO_INLINE double total() const { return sum_; }
+  M2PO_INLINE int64_t rounded_total() const { return rounded_; }
 
  private:
   double sum_ = 0.0;
+  int64_t rounded_ = 0;
 };
+
+// x, its sign turned where y has one.
+M2PO_INLINE FloatV flip_sign(FloatV x, FloatV y) {
+  using Int = stdx::rebind_simd_t<uint32_t, FloatV>;
+  return __builtin_bit_cast(FloatV, Int(__builtin_bit_cast(Int, x) ^ (__builtin_bit_cast(Int, y) & 0x80000000u)));
+}
+M2PO_INLINE ScalarDouble flip_sign(ScalarDouble x, ScalarDouble y) { return ScalarDouble(std::signbit(y[0]) ? -x[0] : x[0]); }
 
 template <class V>
 struct ExpTerms {
@@ -64,15 +120,54 @@ struct ExpTerms {
   V excess;     // exp(x) - 1 - x
 };
 
+// x brought into [low, high]; a NaN stays.
+M2PO_INLINE FloatV clamp(FloatV x, float low, float high) {
+#if defined(__AVX512F__)
+  const __m512 top = _mm512_min_ps(_mm512_set1_ps(high), static_cast<__m512>(x));  // the second operand where either is NaN
+  return FloatV(_mm512_max_ps(_mm512_set1_ps(low), top));
+#elif defined(__AVX2__)
+  const __m256 top = _mm256_min_ps(_mm256_set1_ps(high), static_cast<__m256>(x));
+  return FloatV(_mm256_max_ps(_mm256_set1_ps(low), top));
+#else
+  stdx::where(x > high, x) = high;
+  stdx::where(x < low, x) = low;
+  return x;
+#endif
+}
+
+// x * 2^n for integers n in [-151, 129], held in a float (`n`) and in the low bits of n + kRounder.
+class PowerOfTwo {
+ public:
+  static constexpr float kRounder = 0x1.8p23f;  // adding it rounds to an integer and leaves that integer in the low bits
+
+  M2PO_INLINE explicit PowerOfTwo([[maybe_unused]] FloatV shifted, FloatV n) : n_(n) {
+#if !defined(__AVX512F__)
+    // Two factors, as 2^n itself may not be a normal float.
+    using Int = stdx::rebind_simd_t<int32_t, FloatV>;
+    const Int exponent = __builtin_bit_cast(Int, shifted) - __builtin_bit_cast(int32_t, kRounder);
+    const Int first = exponent >> 1;
+    a_ = __builtin_bit_cast(FloatV, Int((first + 127) << 23));
+    b_ = __builtin_bit_cast(FloatV, Int((exponent - first + 127) << 23));
+#endif
+  }
+
+  M2PO_INLINE FloatV times(FloatV x) const {
+#if defined(__AVX512F__)
+    return FloatV(_mm512_scalef_ps(static_cast<__m512>(x), static_cast<__m512>(n_)));
+#else
+    return x * a_ * b_;
+#endif
+  }
+
+ private:
+  FloatV n_, a_, b_;
+};
+
 // exp(x) within 2 ulp for every float, subnormal results and NaN included.
-inline ExpTerms<FloatV> exp_terms(FloatV x) {
-  using Int = stdx::rebind_simd_t<int32_t, FloatV>;
-  constexpr float kMagic = 0x1.8p23f;  // adding it rounds to an integer and leaves that integer in the low bits
-  FloatV y = x;
-  stdx::where(y > 89.0f, y) = 89.0f;  // a NaN stays
-  stdx::where(y < -104.0f, y) = -104.0f;
-  const FloatV shifted = mul_add(y, FloatV(0x1.715476p+0f), FloatV(kMagic));
-  const FloatV n = shifted - kMagic;
+M2PO_INLINE ExpTerms<FloatV> exp_terms(FloatV x) {
+  const FloatV y = clamp(x, -104.0f, 89.0f);
+  const FloatV shifted = mul_add(y, FloatV(0x1.715476p+0f), FloatV(PowerOfTwo::kRounder));
+  const FloatV n = shifted - PowerOfTwo::kRounder;
   // ln 2 in two parts, the first with 9 trailing zero bits, so that n times it is exact.
   FloatV r = mul_add(n, FloatV(-0x1.62e4p-1f), y);
   r = mul_add(n, FloatV(-0x1.7f7d1cp-20f), r);
@@ -84,66 +179,20 @@ inline ExpTerms<FloatV> exp_terms(FloatV x) {
   q = mul_add(q, r, FloatV(0.5f));
   const FloatV square = r * r * q;
   const FloatV expm1_r = r + square;
-  // 2^n as two factors: n reaches from -150 to 128.
-  const Int exponent = __builtin_bit_cast(Int, shifted) - __builtin_bit_cast(int32_t, kMagic);
-  const Int first = exponent >> 1;
-  const FloatV a = __builtin_bit_cast(FloatV, Int((first + 127) << 23));
-  const FloatV b = __builtin_bit_cast(FloatV, Int((exponent - first + 127) << 23));
+  const PowerOfTwo power(shifted, n);
   ExpTerms<FloatV> out;
-  out.ratio = (expm1_r + 1.0f) * a * b;
-  out.minus_one = expm1_r * a * b + (a * b - 1.0f);  // accurate near 0, where exp(x) - 1 would cancel
-  stdx::where(n > 127.0f, out.minus_one) = out.ratio - 1.0f;
+  out.ratio = power.times(expm1_r + 1.0f);
+  out.minus_one = power.times(expm1_r) + (power.times(FloatV(1.0f)) - 1.0f);  // near 0 exp(x) - 1 would cancel
+  stdx::where(n > 127.0f, out.minus_one) = out.ratio;  // 2^128 is no float, and the 1 is far below an ulp
   out.excess = out.minus_one - x;
   stdx::where(n == 0.0f, out.excess) = square;
   return out;
 }
 
-inline ExpTerms<ScalarDouble> exp_terms(ScalarDouble x) {
+M2PO_INLINE ExpTerms<ScalarDouble> exp_terms(ScalarDouble x) {
   const double minus_one = std::expm1(x[0]);
   return {ScalarDouble(std::exp(x[0])), ScalarDouble(minus_one), ScalarDouble(minus_one - x[0])};
 }
-
-// Nearest integer, ties to even, of 0 <= x < 2^31.
-inline FloatV round_positive(FloatV x) {
-  FloatV rounded = (x + 0x1p23f) - 0x1p23f;
-  stdx::where(x >= 0x1p23f, rounded) = x;
-  return rounded;
-}
-inline ScalarDouble round_positive(ScalarDouble x) { return ScalarDouble(std::nearbyint(x[0])); }
-
-// An exact sum of integers 0 <= x < 2^31 held in floating point.
-template <class V>
-class IntegerSum;
-
-template <>
-class IntegerSum<FloatV> {
- public:
-  void add(FloatV x) {
-    const Int i = stdx::static_simd_cast<Int>(x);
-    low_ += i & 0xffff;
-    high_ += i >> 16;
-  }
-  int64_t total() const {
-    int64_t sum = 0;
-    for (size_t lane = 0; lane < Int::size(); ++lane)
-      sum += static_cast<int64_t>(low_[lane]) + (static_cast<int64_t>(high_[lane]) << 16);
-    return sum;
-  }
-
- private:
-  using Int = stdx::rebind_simd_t<int32_t, FloatV>;  // 16-bit halves: room for 2^15 additions a block
-  Int low_ = 0, high_ = 0;
-};
-
-template <>
-class IntegerSum<ScalarDouble> {
- public:
-  void add(ScalarDouble x) { sum_ += static_cast<int64_t>(x[0]); }
-  int64_t total() const { return sum_; }
-
- private:
-  int64_t sum_ = 0;
-};
 
 }  // namespace M2PO_ISA
 }  // namespace m2po

@@ -43,7 +43,7 @@ class _Unit(NamedTuple):
         if tau == 0 or math.isinf(tau):
             return cls(0, 0, (0.0, 0.0), float(rounded))
         fraction, exponent = math.frexp(tau)
-        k = max(min(31 - exponent, 250), -250)
+        k = max(min(31 - exponent, 1000), -1000)
         return cls(int(math.ldexp(fraction, 53)), exponent - 53, (2.0 ** (k // 2), 2.0 ** (k - k // 2)), float(rounded))
 
 
