@@ -1,0 +1,33 @@
+# cmake -DNM=... -DISA_OBJECTS=a|b -DOTHERS=c|d -P weak_symbols.cmake: fails if an object that is compiled for one instruction
+# set shares a weak symbol with any other object, as the linker would then keep one copy of that function for all machines.
+cmake_minimum_required(VERSION 3.22)
+
+function(weak_symbols object result)
+  execute_process(COMMAND ${NM} -C --defined-only ${object} OUTPUT_VARIABLE table COMMAND_ERROR_IS_FATAL ANY)
+  string(REPLACE ";" "," table "${table}")
+  string(REGEX MATCHALL "[0-9a-f]+ [WwVu] [^\n]+" weak "${table}")
+  list(TRANSFORM weak REPLACE "^[0-9a-f]+ . " "")
+  # The compiler's reference to its own personality routine: data, the same on every machine.
+  list(REMOVE_ITEM weak "DW.ref.__gxx_personality_v0")
+  set(${result} "${weak}" PARENT_SCOPE)
+endfunction()
+
+string(REPLACE "|" ";" isa_objects "${ISA_OBJECTS}")
+string(REPLACE "|" ";" others "${OTHERS}")
+set(seen "")
+foreach(object IN LISTS isa_objects others)
+  weak_symbols(${object} weak)
+  foreach(symbol IN LISTS weak)
+    if(symbol IN_LIST seen)
+      message(FATAL_ERROR "defined for more than one instruction set: ${symbol}")
+    endif()
+  endforeach()
+  if(object IN_LIST isa_objects)
+    list(APPEND seen ${weak})
+  endif()
+endforeach()
+list(LENGTH seen count)
+if(count EQUAL 0)
+  message(FATAL_ERROR "no weak symbol was read: is NM right?")
+endif()
+message(STATUS "${count} weak symbols, none of them shared")
