@@ -53,8 +53,9 @@ class _Tile(NamedTuple):
     d: Tensor
     v: Tensor
     advantages: Tensor
+    along: Tensor  # d in the direction that the advantage rewards; 0 where the advantage is
     valid: Tensor
-    bad: Tensor  # valid, but not finite
+    bad: Tensor | None  # valid, but not finite; None: nowhere
     region: Tensor  # T
     q: Tensor | None  # ref_log_probs - log_probs
     weights: Tensor | None
@@ -81,8 +82,8 @@ def policy_loss(batch: Batch, rule: Rule) -> tuple[Tensor, Tensor, Tensor, Tenso
     sums, counts, floats = _finish(swept, cut, rule)
     scales = _scales(batch.denominators, counts, rule, device)
     if per_token is not None:
-        dropped = _dropped(swept.v, swept.positions, cut)
-        per_token.view(-1)[swept.positions[dropped]] -= swept.policy[dropped]
+        kept = ~_dropped(swept.v, swept.positions, cut)
+        per_token.view(-1)[swept.positions[kept]] += swept.policy[kept]
         return per_token, scales, cut, counts, floats
     # A scale of 0 says that there is nothing to divide by: the loss is then 0, whatever the sums hold.
     loss = torch.where(scales > 0, sums * scales, 0.0).sum().to(dtype)
@@ -92,23 +93,22 @@ def policy_loss(batch: Batch, rule: Rule) -> tuple[Tensor, Tensor, Tensor, Tenso
 def policy_loss_backward(grad_loss: Tensor, scales: Tensor, cut: Tensor, batch: Batch, rule: Rule, out: Tensor) -> None:
     """Writes d loss / d log_probs into `out` (shape and dtype of log_probs, any strides)."""
     dtype = compute_dtype(batch.log_probs)
-    unit = _Unit.of(rule.m2_threshold, dtype)
     cut_v = _from_key(cut[0], dtype)
     for start, index in _tiles(batch.log_probs):
         t = _tile(batch, rule, index)
-        if rule.rule == "clip":
-            active = t.valid
-        elif t.keep is not None:
-            active = t.valid & t.keep
-        else:
+        moves = t.valid & (t.advantages != 0)
+        if t.keep is not None:
+            moves &= t.keep
+        elif rule.rule == "m2po":
+            # A dropped v exceeds the threshold, so there is no need to ask whether the token was a candidate.
             position = torch.arange(start, start + t.d.numel(), device=t.d.device)
-            over = t.region & (t.v > unit.candidate_above)
-            active = t.valid & ~(over & ((t.v > cut_v) | ((t.v == cut_v) & (position <= cut[1]))))
-        _, flat = _ratio(t, rule)
+            moves &= ~(t.region & ((t.v > cut_v) | ((t.v == cut_v) & (position <= cut[1]))))
+        flat = _flat(t, rule)
+        if flat is not None:
+            moves &= ~flat
         factor = grad_loss[index].reshape(-1).double() if rule.per_token else grad_loss.double()
-        moves = active & (t.advantages != 0) & ~flat
         weights = 1 if t.weights is None else t.weights
-        grad = torch.where(moves, t.d.exp() * (-t.advantages * (factor * scales[0]).to(dtype) * weights), 0.0)
+        grad = torch.where(moves, t.d.exp_() * (t.advantages * (-factor * scales[0]).to(dtype) * weights), 0.0)
         if t.q is not None:
             grad = grad - torch.expm1(t.q) * ((rule.kl_coef * factor * scales[1]).to(dtype) * weights * t.valid)
         out[index] = grad.reshape(out[index].shape).to(out.dtype)
@@ -121,7 +121,7 @@ class _Swept(NamedTuple):
     low_sum: Tensor  # int64, in the rounding unit
     sums: Tensor  # fp64: policy, kl, v kept on sight, v dropped by a given keep, ratio, approx_kl
     ratio_max: Tensor
-    cut_v: Tensor  # smallest v dropped by a given keep
+    gone_min: Tensor  # smallest v dropped by a given keep
     v: Tensor
     policy: Tensor
     positions: Tensor
@@ -132,79 +132,79 @@ def _sweep(batch: Batch, rule: Rule, keep_out: Tensor | None = None, loss_out: T
     dtype, device = compute_dtype(batch.log_probs), batch.log_probs.device
     wide = wide_dtype(device)
     unit = _Unit.of(rule.m2_threshold, dtype)
-    high, low = _clip_bounds(rule, dtype)
     rows: list[tuple[Tensor, ...]] = []
+    low_sums: list[Tensor] = []
     candidates: list[tuple[Tensor, Tensor, Tensor]] = []
     for start, index in _tiles(batch.log_probs):
         t = _tile(batch, rule, index)
-        ratio, flat = _ratio(t, rule)
-        policy = torch.where(t.advantages == 0, 0.0, -_clipped_ratio(ratio, flat, t, rule) * t.advantages)
-        excess = torch.expm1(t.d) - t.d
+        ratio = t.d.exp()
+        policy = -(_effective_ratio(ratio, _flat(t, rule), t, rule) * t.advantages)
+        off = t.advantages == 0
+        kl = gone = over = None
         if t.weights is not None:
             policy = policy * t.weights
-        kl = None
         if t.q is not None:
             kl = rule.kl_coef * torch.where(t.valid, torch.expm1(t.q) - t.q, 0.0)
             kl = kl if t.weights is None else kl * t.weights
-        over = torch.zeros_like(t.region)
-        gone = v_gone = None
+        settled = t.region
         if t.keep is not None:
             gone = t.valid & ~t.keep
-            policy = policy.masked_fill(gone, 0.0)
-            v_gone = torch.where(gone & t.region, t.v, 0.0)
+            off, settled = off | gone, settled & ~gone
         elif rule.rule == "m2po":
             over = t.region & (t.v > unit.candidate_above)
-        if loss_out is not None:
+            chosen = over.nonzero().flatten()
+            candidates.append((t.v[chosen], policy[chosen], chosen + start))
+            off, settled = off | over, settled & ~over
+        policy.masked_fill_(off, 0.0)
+        if loss_out is not None:  # a candidate's policy term comes later
             loss_out[index] = (policy if kl is None else policy + kl).reshape(loss_out[index].shape)
         if keep_out is not None:
             keep_out[index] = t.valid.reshape(keep_out[index].shape)
-        chosen = over.nonzero().flatten()
-        if chosen.numel():
-            candidates.append((t.v[chosen], policy[chosen], chosen + start))
-            policy = policy.masked_fill(over, 0.0)
-        settled = t.region & ~over if gone is None else t.region & ~over & ~gone
         v_settled = torch.where(settled, t.v, 0.0)
-        signed = t.d * t.advantages.sign()
-        clipped = signed > torch.where(t.advantages > 0, high, -low)
-        zero = torch.zeros((), dtype=wide, device=device)
-        drops = zero if gone is None else gone.sum().to(wide)
+        low_sums.append((v_settled * unit.scale[0] * unit.scale[1]).round_().to(torch.int64).sum())
+        ratio.masked_fill_(~t.valid, 0.0)
+        none, never = torch.zeros((), dtype=wide, device=device), torch.full((), math.inf, dtype=wide, device=device)
         rows.append(
             (
-                # Integers up to 2^48 a tile, so fp64 adds them exactly and in any order.
-                (v_settled * unit.scale[0] * unit.scale[1]).round().sum(dtype=wide),
                 _sum(policy, wide),
-                zero if kl is None else _sum(kl, wide),
+                none if kl is None else _sum(kl, wide),
                 _sum(v_settled, wide),
-                zero if v_gone is None else _sum(v_gone, wide),
-                _sum(torch.where(t.valid, ratio, 0.0), wide),
-                _sum(excess, wide),
-                t.valid.sum().to(wide),
-                t.region.sum().to(wide),
-                t.bad.sum().to(wide),
-                clipped.sum().to(wide),
-                drops,
-                settled.sum().to(wide),
-                torch.where(t.valid, ratio, 0.0).max().to(wide),
-                zero + math.inf if gone is None else torch.where(gone, t.v, math.inf).min().to(wide),
-                torch.where(t.bad.any(), t.bad.to(torch.uint8).argmax() + start, math.inf).to(wide),
+                none if gone is None else _sum(torch.where(gone & t.region, t.v, 0.0), wide),
+                _sum(ratio, wide),
+                _sum(torch.expm1(t.d).sub_(t.d), wide),
+                torch.count_nonzero(t.valid).to(wide),
+                torch.count_nonzero(t.region).to(wide),
+                none if t.bad is None else torch.count_nonzero(t.bad).to(wide),
+                torch.count_nonzero(_clipped(t, rule)).to(wide),
+                none if gone is None else torch.count_nonzero(gone).to(wide),
+                torch.count_nonzero(settled).to(wide),
+                ratio.max().to(wide),
+                never if gone is None else torch.where(gone, t.v, math.inf).min().to(wide),
+                never if t.bad is None else _first(t.bad, start).to(wide),
             )
         )
-    if not rows:
-        table = torch.zeros(1, 16, dtype=wide, device=device)
-        table[:, 14:] = math.inf
-    else:
-        table = torch.stack([torch.stack(row) for row in rows])
-    integers = table[:, [0, 7, 8, 9, 10, 11, 12]].to(torch.int64).sum(0)
-    first_bad = table[:, 15].min()
-    first_bad = torch.where(first_bad.isinf(), -1, first_bad).to(torch.int64)
+    table = torch.stack([torch.stack(row) for row in rows]) if rows else torch.zeros(1, 15, dtype=wide, device=device)
     empty = torch.empty(0, dtype=dtype, device=device)
-    v, policy, positions = (
-        (torch.cat(column) for column in zip(*candidates, strict=True))
-        if candidates
-        else (empty, empty, torch.empty(0, dtype=torch.int64, device=device))
+    if not candidates:
+        candidates = [(empty, empty, torch.empty(0, dtype=torch.int64, device=device))]
+    v, policy, positions = (torch.cat(column) for column in zip(*candidates, strict=True))
+    first_bad = table[:, 14].min()
+    first_bad = torch.where(table[:, 8].sum() > 0, first_bad, -1.0)
+    return _Swept(
+        counts=torch.cat([table[:, 6:12].sum(0), first_bad[None]]).to(torch.int64),
+        low_sum=torch.stack(low_sums).sum() if low_sums else torch.zeros((), dtype=torch.int64, device=device),
+        sums=table[:, :6].sum(0),
+        ratio_max=table[:, 12].max(),
+        gone_min=table[:, 13].min() if rows else torch.full((), math.inf, dtype=wide, device=device),
+        v=v,
+        policy=policy,
+        positions=positions,
+        unit=unit,
     )
-    counts = torch.cat([integers[1:], first_bad[None]])
-    return _Swept(counts, integers[0], table[:, 1:7].sum(0), table[:, 13].max(), table[:, 14].min(), v, policy, positions, unit)
+
+
+def _first(bad: Tensor, start: int) -> Tensor:
+    return torch.where(bad.any(), bad.to(torch.uint8).argmax().double() + start, math.inf)
 
 
 def _tiles(like: Tensor) -> Iterator[tuple[int, tuple[slice, ...]]]:
@@ -230,19 +230,29 @@ def _tile(batch: Batch, rule: Rule, index: tuple[slice, ...]) -> _Tile:
     log_probs, advantages = flat(batch.log_probs), flat(batch.advantages)
     d = log_probs - flat(batch.behavior_log_probs)
     q = None if batch.ref_log_probs is None else flat(batch.ref_log_probs) - log_probs
-    valid = batch.mask[index].reshape(-1) != 0
-    probe = d * 0.0 + advantages * 0.0  # 0 where finite, else NaN
-    bad = valid & ((probe if q is None else probe + q * 0.0) != 0)
-    if rule.nonfinite == "drop":
+    valid = batch.mask[index].reshape(-1)
+    valid = valid if valid.dtype == torch.bool else valid != 0
+    bad = _bad(d, advantages, q, valid)
+    if bad is not None and rule.nonfinite == "drop":
         valid = valid & ~bad
     off = ~valid
-    d, advantages = d.masked_fill(off, 0.0), advantages.masked_fill(off, 0.0)
-    q = None if q is None else q.masked_fill(off, 0.0)
+    d, advantages = d.masked_fill_(off, 0.0), advantages.masked_fill(off, 0.0)
+    q = None if q is None else q.masked_fill_(off, 0.0)
     v = d * d
-    region = (d * advantages.sign() > 0) if rule.scope == "quadrants" else valid & (v == v)
+    along = d * advantages.sign()
+    region = along > 0 if rule.scope == "quadrants" else valid & (v == v)
     weights = None if batch.weights is None else flat(batch.weights)
     keep = None if batch.keep is None else batch.keep[index].reshape(-1)
-    return _Tile(d, v, advantages, valid, bad, region, q, weights, keep)
+    return _Tile(d, v, advantages, along, valid, bad, region, q, weights, keep)
+
+
+def _bad(d: Tensor, advantages: Tensor, q: Tensor | None, valid: Tensor) -> Tensor | None:
+    if d.device.type == "cpu":  # here reading a value costs nothing, and two sums less than the test of each token
+        total = d.sum() + advantages.sum() + (0.0 if q is None else q.sum())
+        if math.isfinite(float(total)):
+            return None
+    probe = d * 0.0 + advantages * 0.0  # 0 where finite, else NaN
+    return valid & ((probe if q is None else probe + q * 0.0) != 0)
 
 
 def _clip_bounds(rule: Rule, dtype: torch.dtype) -> tuple[float, float]:
@@ -250,21 +260,30 @@ def _clip_bounds(rule: Rule, dtype: torch.dtype) -> tuple[float, float]:
     return both[0], both[1]
 
 
-def _ratio(t: _Tile, rule: Rule) -> tuple[Tensor, Tensor]:
-    """exp(d), and where the loss does not follow it: beyond PPO's clip or the ratio cap."""
-    log_cap = float(torch.tensor(rule.ratio_cap, dtype=torch.float64).log().to(t.d.dtype))
-    flat = (t.advantages < 0) & (t.d > log_cap)
+def _flat(t: _Tile, rule: Rule) -> Tensor | None:
+    """Where the loss does not follow the ratio: beyond PPO's clip or the ratio cap. None: nowhere."""
+    flat = None
+    if not math.isinf(rule.ratio_cap):
+        log_cap = float(torch.tensor(rule.ratio_cap, dtype=torch.float64).log().to(t.d.dtype))
+        flat = (t.advantages < 0) & (t.d > log_cap)
     if rule.rule == "clip":
-        high, low = _clip_bounds(rule, t.d.dtype)
-        flat = flat | (t.d * t.advantages.sign() > torch.where(t.advantages > 0, high, -low))
-    return t.d.exp(), flat
+        clipped = _clipped(t, rule)
+        flat = clipped if flat is None else flat | clipped
+    return flat
 
 
-def _clipped_ratio(ratio: Tensor, flat: Tensor, t: _Tile, rule: Rule) -> Tensor:
+def _clipped(t: _Tile, rule: Rule) -> Tensor:
+    high, low = _clip_bounds(rule, t.d.dtype)
+    return t.along > (high if high == -low else torch.where(t.advantages > 0, high, -low))
+
+
+def _effective_ratio(ratio: Tensor, flat: Tensor | None, t: _Tile, rule: Rule) -> Tensor:
+    if flat is None:
+        return ratio
     if rule.rule == "clip":
         low = torch.where(t.d < 0, 1 - rule.clip_low, rule.ratio_cap)
         return torch.where(flat, torch.where(t.advantages > 0, 1 + rule.clip_high, low).to(ratio.dtype), ratio)
-    return ratio if math.isinf(rule.ratio_cap) else torch.where(flat, rule.ratio_cap, ratio)
+    return torch.where(flat, rule.ratio_cap, ratio)
 
 
 def _sum(x: Tensor, wide: torch.dtype) -> Tensor:
@@ -348,7 +367,7 @@ def _finish(swept: _Swept, cut: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Ten
     n_kept = low + kept.sum()
     counts = torch.stack([valid, region, torch.full_like(valid, swept.v.numel()), dropped, bad, first_bad])
     counts = torch.cat([counts[:5], clipped[None], counts[5:]])
-    top = torch.minimum(_from_key(cut[0], swept.v.dtype).to(wide), swept.cut_v)
+    top = torch.minimum(_from_key(cut[0], swept.v.dtype).to(wide), swept.gone_min)
 
     def share(x: Tensor, n: Tensor) -> Tensor:
         return torch.where(n > 0, x.to(wide) / n.clamp(min=1).to(wide), 0.0)

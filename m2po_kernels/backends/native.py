@@ -75,7 +75,9 @@ def policy_loss_backward(grad_loss: Tensor, scales: Tensor, cut: Tensor, batch: 
     torch.ops.m2po_native.backward(grad_loss, scales, cut, *tensors, *_pack(rule), out)
 
 
-def _sweep(batch: Batch, rule: Rule, keep: Tensor | None, per_token: Tensor | None, loss: Tensor | None) -> tuple[Tensor, ...]:
+def _sweep(
+    batch: Batch, rule: Rule, keep: Tensor | None, per_token: Tensor | None, loss: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scales, floats = torch.empty(2, dtype=torch.float64), torch.empty(len(FLOATS), dtype=torch.float64)
     cut, counts = torch.empty(2, dtype=torch.int64), torch.empty(len(COUNTS), dtype=torch.int64)
     torch.ops.m2po_native.sweep(*_tensors(batch), *_pack(rule), keep, per_token, loss, scales, cut, counts, floats)
