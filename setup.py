@@ -8,6 +8,7 @@ from within pip's build isolation, so that a build never downloads a torch of it
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -83,19 +84,20 @@ def choose() -> tuple[str, str]:
 
 
 BUILD, WHY = choose()
+NEEDED = find_compiler(), find_torch()
 
 
-def record(native: bool, why: str) -> dict:
-    """What `m2po doctor` says of the build."""
-    compiler, torch = find_compiler(), find_torch()
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout if native else ""
-    return {
-        "native": native,
-        "why": why,
-        "compiler": version.splitlines()[0] if version else "",
-        "torch": (torch / "version.py").read_text().split("__version__ = ")[1].split("'")[1] if native and torch else "",
-        "isas": list(ISAS) if native else [],
-    }
+def write_record(command: build_py, native: bool, why: str) -> None:
+    """Leaves in the package what was built, for `m2po doctor`."""
+    compiler, torch = NEEDED
+    record = {"native": native, "why": why, "compiler": "", "torch": "", "isas": []}
+    if native:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+        found = re.search(r"__version__ = '([^']+)'", (torch / "version.py").read_text())
+        record |= {"compiler": version.splitlines()[0], "torch": found[1] if found else "", "isas": list(ISAS)}
+    package = (ROOT if command.editable_mode else Path(command.build_lib)) / "m2po_kernels"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "_build.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 class BuildNative(build_ext):
@@ -105,8 +107,14 @@ class BuildNative(build_ext):
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
     def build_extension(self, ext: Extension) -> None:
-        compiler, torch = find_compiler(), find_torch()
-        assert compiler and torch
+        try:
+            self.compile(ext, *NEEDED)
+        except Exception as error:
+            # Without M2PO_BUILD the extension is optional, and setuptools goes on; with it, this ends the build.
+            write_record(self.get_finalized_command("build_py"), False, f"the compiler failed: {error}")
+            raise
+
+    def compile(self, ext: Extension, compiler: str, torch: Path) -> None:
         build = Path(self.build_temp)
         build.mkdir(parents=True, exist_ok=True)
         include = [f"-I{torch / 'include'}", f"-I{ROOT / 'csrc'}"]
@@ -122,14 +130,12 @@ class BuildNative(build_ext):
 
 
 class BuildPython(build_py):
-    """Leaves a record of what was built, for `m2po doctor`."""
+    """Says and records what was chosen."""
 
     def run(self) -> None:
         super().run()
         print(f"m2po_kernels: M2PO_BUILD={BUILD} ({WHY})", file=sys.stderr)
-        package = ROOT / "m2po_kernels" if self.editable_mode else Path(self.build_lib) / "m2po_kernels"
-        package.mkdir(parents=True, exist_ok=True)
-        (package / "_build.json").write_text(json.dumps(record(BUILD != "none", WHY), indent=1) + "\n")
+        write_record(self, BUILD != "none", WHY)
 
 
 class PlatformWheel(bdist_wheel):
@@ -147,6 +153,7 @@ class NativeDistribution(Distribution):
 EXTENSION = Extension(
     "m2po_kernels._native",
     sources=["csrc/bindings.cpp", "csrc/cpu/driver.cpp", "csrc/cpu/isa.cpp"],
+    optional="M2PO_BUILD" not in os.environ,
     depends=[str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.[hc]*")],
 )
 

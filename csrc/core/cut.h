@@ -108,8 +108,9 @@ class Slack {
   }
 
  private:
-  // Slack is below 2^31 tokens * 2^53; a 24- or 53-bit mantissa shifted by more than 61 exceeds it alone. Infinity shifts more.
-  static constexpr int kUnaffordable = 61;
+  // Slack is below 2^31 tokens * 2^53; a whole mantissa shifted beyond 2^84 exceeds it alone, as infinity does. Up to there the
+  // sum over 2^31 candidates stays below 2^116.
+  static constexpr int kUnaffordable = 84 - Bits<Real>::kMantissa;
   int shift_of(int exponent) const {
     constexpr int top = (1 << (sizeof(Real) * 8 - 1 - Bits<Real>::kMantissa)) - 1;
     return exponent >= top ? kUnaffordable + 1 : std::max(exponent, 1) - Bits<Real>::kBias - unit_.exponent;

@@ -23,6 +23,11 @@ inline void for_each_piece(const Grid& grid, const Source& source, int64_t begin
   }
 }
 
+template <class Real>
+inline constexpr DType dtype_of = std::is_same_v<Real, float> ? DType::f32 : DType::f64;
+template <>
+inline constexpr DType dtype_of<uint8_t> = DType::u8;
+
 template <class Real, class T, class Convert>
 inline void gather(const Source& source, const Grid& grid, int64_t begin, int n, Real* to, Convert convert) {
   const T* data = static_cast<const T*>(source.data);
@@ -46,8 +51,7 @@ inline bool is_flat(const Source& source, const Grid& grid, int64_t begin, int n
 // `scratch` holds n values rounded up to a whole vector, the rest zeros; `direct` allows pointing into the source.
 template <class Real>
 inline const Real* fetch(const Source& source, const Grid& grid, int64_t begin, int n, Real* scratch, bool direct) {
-  constexpr DType kOwn = std::is_same_v<Real, float> ? DType::f32 : DType::f64;
-  if (direct && source.dtype == kOwn && is_flat(source, grid, begin, n)) {
+  if (direct && source.dtype == dtype_of<Real> && is_flat(source, grid, begin, n)) {
     const int64_t row = begin / grid.columns, column = begin % grid.columns;
     return static_cast<const Real*>(source.data) + row * source.row_stride + column;
   }

@@ -30,26 +30,35 @@ M2PO_INLINE V absolute(V x) {
 template <class Real>
 struct Block {
   static constexpr int kPadded = kBlock + 16;
-  alignas(64) Real scratch[7][kPadded];
-  const Real *log_probs, *behavior, *advantages, *reference, *weights, *kept;
-  Real* valid;
+  alignas(64) Real scratch[5][kPadded];
+  alignas(64) uint8_t flags[2][kPadded];
+  const Real *log_probs, *behavior, *advantages, *reference, *weights;
+  const uint8_t *valid, *kept;
 
   Block(const Batch& batch, int64_t begin, int n, int lanes) {
     const bool direct = n % lanes == 0;
     const int padded = (n + lanes - 1) / lanes * lanes;
-    const auto get = [&](const Source& source, int slot) -> const Real* {
+    const auto get = [&](const Source& source, auto* to) -> const std::remove_pointer_t<decltype(to)>* {
       if (!source.data) return nullptr;
-      const Real* values = fetch(source, batch.grid, begin, n, scratch[slot], direct);
-      for (int i = n; i < padded; ++i) scratch[slot][i] = 0;
-      return values;
+      for (int i = n; i < padded; ++i) to[i] = 0;
+      return fetch(source, batch.grid, begin, n, to, direct);
     };
-    log_probs = get(batch.log_probs, 0);
-    behavior = get(batch.behavior_log_probs, 1);
-    advantages = get(batch.advantages, 2);
-    valid = const_cast<Real*>(get(batch.mask, 3));
-    reference = get(batch.ref_log_probs, 4);
-    weights = get(batch.weights, 5);
-    kept = get(batch.keep, 6);
+    log_probs = get(batch.log_probs, scratch[0]);
+    behavior = get(batch.behavior_log_probs, scratch[1]);
+    advantages = get(batch.advantages, scratch[2]);
+    reference = get(batch.ref_log_probs, scratch[3]);
+    weights = get(batch.weights, scratch[4]);
+    valid = get(batch.mask, flags[0]);
+    kept = get(batch.keep, flags[1]);
+  }
+
+  // Takes tokens out of `valid`, which is copied first, as it may be the caller's.
+  void invalidate(int token, int n) {
+    if (valid != flags[0]) {
+      for (int i = 0; i < n; ++i) flags[0][i] = valid[i];
+      valid = flags[0];
+    }
+    flags[0][token] = 0;
   }
 };
 
@@ -118,9 +127,9 @@ void sweep(const Batch& batch, const Rule& rule, const Limits<typename V::value_
         size += absolute(q);
       }
     }
-    Mask valid = load<V>(block.valid + i) != V(0);
-    // `size` is NaN or infinite where an input is, and rarely where two are very large.
-    const bool odd = stdx::any_of(valid && !(size < V(kInfinity)));
+    Mask valid = load_mask<V>(block.valid + i);
+    // Odd: NaN or infinite, or too large for exp_terms_small.
+    const bool odd = stdx::any_of(valid && !(size < V(kSmall)));
     if (odd) [[unlikely]] {
       const Mask bad = not_finite(d, advantage, q) && valid;
       if (stdx::any_of(bad)) {
@@ -128,9 +137,8 @@ void sweep(const Batch& batch, const Rule& rule, const Limits<typename V::value_
         first_bad = std::min<int64_t>(first_bad, begin + i + stdx::find_first_set(bad));
         if (rule.nonfinite == Nonfinite::drop) {
           valid = valid && !bad;
-          V flags = 0;
-          stdx::where(valid, flags) = V(1);
-          flags.copy_to(block.valid + i, stdx::element_aligned);
+          for (int lane = 0; lane < kLanes; ++lane)
+            if (bad[lane]) block.invalidate(i + lane, n);
         }
       }
     }
@@ -147,11 +155,11 @@ void sweep(const Batch& batch, const Rule& rule, const Limits<typename V::value_
     Mask over = region && v > V(limits.candidate_above);
     Mask gone(false);
     if constexpr (!kPlain) {
-      if (block.kept) gone = valid && load<V>(block.kept + i) == V(0);
+      if (block.kept) gone = valid && !load_mask<V>(block.kept + i);
       if (block.kept || rule.clip) over = Mask(false);
     }
 
-    const ExpTerms<V> e = exp_terms(d);
+    const ExpTerms<V> e = odd ? exp_terms(d) : exp_terms_small(d);
     V ratio = e.ratio;
     stdx::where(!valid, ratio) = V(0);
     ratio_sum.add(ratio);
@@ -215,7 +223,7 @@ void sweep(const Batch& batch, const Rule& rule, const Limits<typename V::value_
   }
 
   if (keep_out)
-    for (int i = 0; i < n; ++i) keep_out[begin + i] = block.valid[i] != Real(0);
+    for (int i = 0; i < n; ++i) keep_out[begin + i] = block.valid[i] != 0;
   out->policy = 0.0 - gain_sum.total();
   out->kl = kl_sum.total();
   out->v_settled = settled_sum.total();
@@ -251,8 +259,7 @@ void backward(const Batch& batch, const Rule& rule, const Limits<typename V::val
       for (int i = n; i < n + kLanes; ++i) factors[i] = 0;
     }
   }
-  constexpr DType kOwn = std::is_same_v<Real, float> ? DType::f32 : DType::f64;
-  const bool direct = out.dtype == kOwn && n % kLanes == 0 && is_flat(out, batch.grid, begin, n);
+  const bool direct = out.dtype == dtype_of<Real> && n % kLanes == 0 && is_flat(out, batch.grid, begin, n);
   Real* to = direct ? static_cast<Real*>(const_cast<void*>(out.data)) + begin / batch.grid.columns * out.row_stride +
                           begin % batch.grid.columns
                     : scratch;
@@ -264,7 +271,7 @@ void backward(const Batch& batch, const Rule& rule, const Limits<typename V::val
     V q = 0;
     if constexpr (!kPlain)
       if (block.reference) q = load<V>(block.reference + i) - log_probs;
-    Mask valid = load<V>(block.valid + i) != V(0);
+    Mask valid = load_mask<V>(block.valid + i);
     if (rule.nonfinite == Nonfinite::drop) valid = valid && !not_finite(d, advantage, q);
     const V v = d * d;
     const Mask negative = advantage < V(0);
@@ -279,7 +286,7 @@ void backward(const Batch& batch, const Rule& rule, const Limits<typename V::val
         stdx::where(negative, bound) = V(-limits.log_low);
         off = off || (along > bound && moves);
       } else if (block.kept) {
-        off = off || load<V>(block.kept + i) == V(0);
+        off = off || !load_mask<V>(block.kept + i);
       } else if (rule.scope_all) {
         off = off || v > V(drop_above);
       } else {
@@ -295,13 +302,13 @@ void backward(const Batch& batch, const Rule& rule, const Limits<typename V::val
       coefficient *= weight;
     }
     V gradient = exp_terms(d).ratio * (advantage * coefficient);
-    stdx::where(off, gradient) = V(0);
+    stdx::where(off || coefficient == V(0), gradient) = V(0);  // an infinite ratio times nothing is nothing
     if constexpr (!kPlain) {
       if (block.reference) {
         V kl_coefficient = scale.kl;
         if (factor) kl_coefficient = load<V>(factor + i) * V(limits.kl_coef);
         V pull = exp_terms(q).minus_one * (kl_coefficient * weight);
-        stdx::where(!valid, pull) = V(0);
+        stdx::where(!valid || kl_coefficient == V(0), pull) = V(0);
         gradient -= pull;
       }
     }

@@ -163,35 +163,82 @@ class PowerOfTwo {
   FloatV n_, a_, b_;
 };
 
+// exp(x) = (1 + expm1_r) 2^n with |r| <= ln 2 / 2; square = exp(r) - 1 - r.
+struct Reduced {
+  FloatV shifted, n, square, expm1_r;
+
+  M2PO_INLINE explicit Reduced(FloatV x) {
+    shifted = mul_add(x, FloatV(0x1.715476p+0f), FloatV(PowerOfTwo::kRounder));
+    n = shifted - PowerOfTwo::kRounder;
+    // ln 2 in two parts, the first with 9 trailing zero bits, so that n times it is exact.
+    FloatV r = mul_add(n, FloatV(-0x1.62e4p-1f), x);
+    r = mul_add(n, FloatV(-0x1.7f7d1cp-20f), r);
+    // (exp(r) - 1 - r) / r^2 by its Taylor series to r^5: off by less than 8e-8 of itself.
+    FloatV q = mul_add(r, FloatV(1.0f / 5040.0f), FloatV(1.0f / 720.0f));
+    q = mul_add(q, r, FloatV(1.0f / 120.0f));
+    q = mul_add(q, r, FloatV(1.0f / 24.0f));
+    q = mul_add(q, r, FloatV(1.0f / 6.0f));
+    q = mul_add(q, r, FloatV(0.5f));
+    square = r * r * q;
+    expm1_r = r + square;
+  }
+};
+
 // exp(x) within 2 ulp for every float, subnormal results and NaN included.
 M2PO_INLINE ExpTerms<FloatV> exp_terms(FloatV x) {
-  const FloatV y = clamp(x, -104.0f, 89.0f);
-  const FloatV shifted = mul_add(y, FloatV(0x1.715476p+0f), FloatV(PowerOfTwo::kRounder));
-  const FloatV n = shifted - PowerOfTwo::kRounder;
-  // ln 2 in two parts, the first with 9 trailing zero bits, so that n times it is exact.
-  FloatV r = mul_add(n, FloatV(-0x1.62e4p-1f), y);
-  r = mul_add(n, FloatV(-0x1.7f7d1cp-20f), r);
-  // (exp(r) - 1 - r) / r^2 by its Taylor series to r^5: off by less than 8e-8 of itself for |r| <= ln 2 / 2.
-  FloatV q = mul_add(r, FloatV(1.0f / 5040.0f), FloatV(1.0f / 720.0f));
-  q = mul_add(q, r, FloatV(1.0f / 120.0f));
-  q = mul_add(q, r, FloatV(1.0f / 24.0f));
-  q = mul_add(q, r, FloatV(1.0f / 6.0f));
-  q = mul_add(q, r, FloatV(0.5f));
-  const FloatV square = r * r * q;
-  const FloatV expm1_r = r + square;
-  const PowerOfTwo power(shifted, n);
+  const Reduced reduced(clamp(x, -104.0f, 89.0f));
+  const PowerOfTwo power(reduced.shifted, reduced.n);
   ExpTerms<FloatV> out;
-  out.ratio = power.times(expm1_r + 1.0f);
-  out.minus_one = power.times(expm1_r) + (power.times(FloatV(1.0f)) - 1.0f);  // near 0 exp(x) - 1 would cancel
-  stdx::where(n > 127.0f, out.minus_one) = out.ratio;  // 2^128 is no float, and the 1 is far below an ulp
+  out.ratio = power.times(reduced.expm1_r + 1.0f);
+  out.minus_one = power.times(reduced.expm1_r) + (power.times(FloatV(1.0f)) - 1.0f);  // near 0 exp(x) - 1 would cancel
+  stdx::where(reduced.n > 127.0f, out.minus_one) = out.ratio;  // 2^128 is no float, and the 1 is far below an ulp
   out.excess = out.minus_one - x;
-  stdx::where(n == 0.0f, out.excess) = square;
+  stdx::where(reduced.n == 0.0f, out.excess) = reduced.square;
+  return out;
+}
+
+// The same ratio, in fewer steps, for |x| < kSmall. `excess` is off by up to 3e-6 of itself where it does not come from the
+// polynomial (|x| > 0.35), which is enough for a metric. minus_one is not set.
+inline constexpr float kSmall = 64.0f;
+M2PO_INLINE ExpTerms<FloatV> exp_terms_small(FloatV x) {
+  const Reduced reduced(x);
+  ExpTerms<FloatV> out;
+  out.ratio = PowerOfTwo(reduced.shifted, reduced.n).times(reduced.expm1_r + 1.0f);
+  out.excess = (out.ratio - 1.0f) - x;
+  stdx::where(reduced.n == 0.0f, out.excess) = reduced.square;
   return out;
 }
 
 M2PO_INLINE ExpTerms<ScalarDouble> exp_terms(ScalarDouble x) {
   const double minus_one = std::expm1(x[0]);
   return {ScalarDouble(std::exp(x[0])), ScalarDouble(minus_one), ScalarDouble(minus_one - x[0])};
+}
+M2PO_INLINE ExpTerms<ScalarDouble> exp_terms_small(ScalarDouble x) { return exp_terms(x); }
+
+// Which of the next V::size() bytes are not 0.
+template <class V>
+typename V::mask_type load_mask(const uint8_t* bytes);
+
+template <>
+M2PO_INLINE FloatV::mask_type load_mask<FloatV>(const uint8_t* bytes) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
+  return FloatV::mask_type::__from_bitset(_mm_test_epi8_mask(raw, raw));
+#elif defined(__AVX2__)
+  const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+  return FloatV(_mm256_cvtepi32_ps(wide)) != FloatV(0);
+#else
+  using Bytes [[gnu::vector_size(sizeof(FloatV) / 4)]] = uint8_t;
+  using Floats [[gnu::vector_size(sizeof(FloatV))]] = float;
+  Bytes raw;
+  __builtin_memcpy(&raw, bytes, sizeof raw);
+  return __builtin_bit_cast(FloatV, __builtin_convertvector(raw, Floats)) != FloatV(0);
+#endif
+}
+
+template <>
+M2PO_INLINE ScalarDouble::mask_type load_mask<ScalarDouble>(const uint8_t* bytes) {
+  return ScalarDouble::mask_type(*bytes != 0);
 }
 
 }  // namespace M2PO_ISA

@@ -67,6 +67,16 @@ TEST(Slack, NoValueAndNoCountOverflows) {
   }
 }
 
+TEST(Slack, ManyHugeCandidatesDoNotOverflow) {
+  const double huge = 0x1p28 * 1.1 * 0x1p28 * 1.1;
+  Slack<double> slack(Unit::of(0.04), 100, 0);
+  EXPECT_FALSE(slack.pay(bin_of(huge, 16384), m2po::exponent_field<double>(m2po::to_bits(huge))));
+  for (int exponent = -4; exponent < 1000; ++exponent) {
+    const double v = std::ldexp(1.9, exponent);
+    EXPECT_FALSE(slack.pay(bin_of(v, int64_t{1} << 31), m2po::exponent_field<double>(m2po::to_bits(v)))) << exponent;
+  }
+}
+
 TEST(Slack, AnInfinityIsNeverPaidFor) {
   Slack<double> slack(Unit::of(1e300), int64_t{1} << 31, 0);
   EXPECT_EQ(slack.affordable(m2po::to_bits(double{INFINITY}), 1), 0);

@@ -108,9 +108,12 @@ def policy_loss_backward(grad_loss: Tensor, scales: Tensor, cut: Tensor, batch: 
             moves &= ~flat
         factor = grad_loss[index].reshape(-1).double() if rule.per_token else grad_loss.double()
         weights = 1 if t.weights is None else t.weights
-        grad = torch.where(moves, t.d.exp_() * (t.advantages * (-factor * scales[0]).to(dtype) * weights), 0.0)
+        coefficient = (-factor * scales[0]).to(dtype)
+        moves &= coefficient != 0  # an infinite ratio times nothing is nothing
+        grad = torch.where(moves, t.d.exp_() * (t.advantages * coefficient * weights), 0.0)
         if t.q is not None:
-            grad = grad - torch.expm1(t.q) * ((rule.kl_coef * factor * scales[1]).to(dtype) * weights * t.valid)
+            coefficient = (rule.kl_coef * factor * scales[1]).to(dtype)
+            grad -= torch.where(t.valid & (coefficient != 0), torch.expm1(t.q) * (coefficient * weights), 0.0)
         out[index] = grad.reshape(out[index].shape).to(out.dtype)
 
 
@@ -289,8 +292,8 @@ def _effective_ratio(ratio: Tensor, flat: Tensor | None, t: _Tile, rule: Rule) -
 def _sum(x: Tensor, wide: torch.dtype) -> Tensor:
     """fp64 sum in an order that depends on the length alone."""
     whole = x.numel() // ROW * ROW
-    rows = x[:whole].view(-1, ROW).sum(1, dtype=wide)
-    return torch.cat([rows, x[whole:].sum(dtype=wide)[None]]).sum()
+    rows = torch.cat([x[:whole].view(-1, ROW).sum(1, dtype=wide), x[whole:].sum(dtype=wide)[None]])
+    return rows.sum() if rows.numel() <= ROW else _sum(rows, wide)
 
 
 def _find_cut(swept: _Swept, tau: float) -> Tensor:

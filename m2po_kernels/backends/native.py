@@ -21,13 +21,12 @@ _NORMALIZERS = ("valid", "kept", "one")
 @functools.cache
 def _load() -> str | None:
     """Loads the extension once. None if its ops are there, else the reason why not."""
-    library = _PACKAGE / "_native.so"
-    if not library.exists():
-        record = _PACKAGE / "_build.json"
-        built = json.loads(record.read_text())["why"] if record.exists() else "setup.py has not run"
-        return f"the extension was not built: {built}"
+    record = _PACKAGE / "_build.json"
+    built = json.loads(record.read_text()) if record.exists() else {"native": False, "why": "setup.py has not run"}
+    if not built["native"]:
+        return f"the extension was not built: {built['why']}"
     try:
-        torch.ops.load_library(str(library))
+        torch.ops.load_library(str(_PACKAGE / "_native.so"))
     except OSError as error:
         return f"the extension does not load beside torch {torch.__version__}: {error}"
     return None

@@ -1,0 +1,89 @@
+# Every target works on a fresh machine: what it needs is installed into .venv first. To choose what, set:
+#   PYTHON     the interpreter of .venv, 3.10 or newer
+#   TORCH      what pip installs as torch, 2.10 or newer; a small one for CPUs only:
+#              make test TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+#   M2PO_BUILD cpu: compile the native backend or fail; none: compile nothing; unset: compile what this machine can
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SOURCES := pyproject.toml setup.py $(wildcard csrc/*.cpp csrc/core/* csrc/cpu/*)
+# The compiler that setup.py would take, if this is a platform that it builds for.
+ifeq ($(shell uname -s),Linux)
+HAVE_CXX := $(firstword $(foreach name,$(if $(filter default,$(origin CXX)),c++ g++,$(CXX)),$(shell command -v $(name) 2>/dev/null)))
+endif
+# \043 is a hash sign, which make would take for a comment.
+HAVE_GTEST := $(and $(HAVE_CXX),$(shell printf '\043include <gtest/gtest.h>' | $(HAVE_CXX) -x c++ -fsyntax-only - 2>/dev/null && echo yes))
+CMAKE_ENV := PATH="$(CURDIR)/$(BIN):$$PATH"
+# The tests are of the native backend too wherever there is a compiler: there a build that fails must fail them.
+TEST_BUILD := $(or $(M2PO_BUILD),$(if $(HAVE_CXX),cpu,none))
+
+.PHONY: demo test ctest no-ctest bench lint wheel install clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.extra-cli
+	$(BIN)/m2po demo
+
+test: $(VENV)/.extra-test $(VENV)/.built-$(TEST_BUILD) $(if $(HAVE_GTEST),ctest,no-ctest)
+	M2PO_BUILD=$(TEST_BUILD) $(BIN)/python -m pytest
+
+ctest: $(VENV)/.cmake
+	$(CMAKE_ENV) cmake -S . -B build/cmake -G Ninja -DCMAKE_BUILD_TYPE=Release
+	$(CMAKE_ENV) cmake --build build/cmake
+	$(CMAKE_ENV) ctest --test-dir build/cmake --output-on-failure --no-tests=error
+
+no-ctest:
+	@echo "C++ tests left out: they need Linux, a C++ compiler and GoogleTest (on Debian: apt-get install g++ libgtest-dev)."
+
+bench: $(VENV)/.extra-bench $(VENV)/.built-$(TEST_BUILD)
+	$(BIN)/python -m bench.compare
+	$(BIN)/python -m bench.report
+
+lint: $(VENV)/.extra-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+wheel: $(VENV)/.torch
+	$(PIP) install --quiet "build>=1.2"
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist
+
+# The package with its command line and its benchmarks, in .venv.
+install: $(VENV)/.extra-bench
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info m2po_kernels/*.so m2po_kernels/_build.json
+	rm -rf .pytest_cache .hypothesis .benchmarks .mypy_cache .ruff_cache .import_linter_cache
+
+# torch first and on its own, so that nothing after it chooses another. The rest is what building without isolation needs.
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install $(TORCH)
+	$(PIP) install --quiet "setuptools>=77" wheel "ninja>=1.11"
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.torch $(SOURCES)
+	$(PIP) install --quiet --no-build-isolation --editable .
+	@touch $@
+
+# The package is there already, so this adds what its extra lists and builds nothing.
+$(VENV)/.extra-%: $(VENV)/.package
+	$(PIP) install --quiet "m2po-kernels[$*]"
+	@touch $@
+
+$(VENV)/.built-none: $(VENV)/.package
+	@touch $@
+
+# .package compiled what it could. Where that left no native backend, compiling again as an order shows the reason.
+$(VENV)/.built-cpu: $(VENV)/.package
+	$(BIN)/python -c 'from m2po_kernels.dispatch import why_not; raise SystemExit(why_not("native"))' || \
+	M2PO_BUILD=cpu $(PIP) install --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.cmake: $(VENV)/.torch
+	command -v cmake || $(PIP) install --quiet "cmake>=3.25"
+	@touch $@

@@ -1,0 +1,1 @@
+"""What the kernels are measured against: code that a trainer would write without them."""

@@ -1,0 +1,77 @@
+"""Backends and devices as fixtures, poisoned fresh memory, and a hypothesis profile that gives the same cases every time.
+
+Tests that take `backend` and `device` run once per pair that dispatch lists on this machine, so a backend added there
+runs them unchanged.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from m2po_kernels import dispatch
+
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+PAIRS = [(device, backend) for device in DEVICES for backend in dispatch.candidates(torch.device(device))]
+
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=100,
+    # One check per example is wanted here; the shapes are what makes generation slow, not filtering.
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("repeatable")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        metafunc.parametrize(
+            ("device", "backend"), PAIRS, indirect=True, ids=[f"{device}-{backend}" for device, backend in PAIRS], scope="session"
+        )
+    elif "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", DEVICES, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """The device that the test puts its tensors on."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def backend(device: str, request: pytest.FixtureRequest) -> str:
+    """A backend that can serve `device`; test_dispatch.py fails where a backend that was built cannot."""
+    reason = dispatch.why_not(request.param, device)
+    if reason:
+        pytest.skip(f"{request.param} on {device}: {reason}")
+    return request.param
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _poisoned_memory():
+    """Fresh memory holds NaN (integers: the largest value), so a kernel that reads what it never wrote shows."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _no_forced_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test names its backend itself: M2PO_BACKEND of the surrounding shell would change what it tests."""
+    if "M2PO_BACKEND" in os.environ:
+        monkeypatch.delenv("M2PO_BACKEND")
+
+
+@pytest.fixture
+def threads():
+    """Calls torch.set_num_threads and puts the number back afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -1,0 +1,48 @@
+"""Every path of the repository that the documents name exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("bench", "csrc", "docs", "m2po_kernels", "tests", ".ci", ".github")
+SUFFIXES = r"(?:py|md|h|cpp|cuh|cu|txt|toml|yaml|yml|json|csv|png|svg|safetensors)"
+# Made by a build or a run, so not in a fresh clone.
+MADE = ("m2po_kernels/_build.json",)
+
+
+def named_paths(text: str) -> set[str]:
+    """Words in backticks that look like a file or folder of the repository, and the targets of relative links."""
+    found = set()
+    for word in re.findall(r"`([^`\s]+)`", text):
+        path = word.rstrip("/")
+        in_folder = path.split("/")[0] in FOLDERS and "/" in word
+        if re.fullmatch(r"[\w./-]+", path) and (in_folder or re.fullmatch(rf"[\w-]+\.{SUFFIXES}", path)):
+            found.add(path)
+    found |= {t.split("#")[0] for t in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+:|#", t)}
+    return found - set(MADE)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_named_paths_exist(document):
+    names = named_paths(document.read_text())
+    files = {p.name for folder in FOLDERS for p in (ROOT / folder).rglob("*")}
+    missing = [
+        name
+        for name in sorted(names)
+        if not (ROOT / name).exists() and not (document.parent / name).exists() and ("/" in name or name not in files)
+    ]
+    assert not missing, f"{document.name} names what does not exist: {missing}"
+
+
+def test_documents_are_there():
+    assert {"README.md", "CONTRIBUTING.md", "architecture.md", "semantics.md"} <= {d.name for d in DOCUMENTS if d.exists()}
+
+
+def test_paths_are_recognised():
+    text = "`tests/conftest.py` `csrc/` `make test` `lp.exp()` `setup.py` [plan](docs/x.md#y) [web](https://a.b/c.md) `m2po`"
+    assert named_paths(text) == {"tests/conftest.py", "csrc", "setup.py", "docs/x.md"}
