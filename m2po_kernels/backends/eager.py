@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..exact import Unit, find_cut, from_key, is_dropped
 from ..inputs import compute_dtype, wide_dtype
 from ..rule import Batch, Rule
 
@@ -19,32 +20,10 @@ from ..rule import Batch, Rule
 # list. On other devices a tile is the whole batch: there a launch costs more than a trip to memory.
 TILE = 1 << 16
 ROW = 1 << 10  # fp64 sums run over rows of this many values, each summed by one thread: the same bits for any thread count
-LIMB = 28  # bits in a limb of the exact sums; three hold 2^31 tokens times a 53-bit threshold
-SLACK_BITS = 22  # the decision's unit is 2^-SLACK_BITS of the unit in which low tokens are rounded
 
 
 def why_not(device: torch.device) -> None:
     """Always None: plain torch runs wherever the tensors are."""
-
-
-class _Unit(NamedTuple):
-    """The threshold as an integer: tau = mantissa * 2^exponent, and the scale that makes a low v an integer below 2^31."""
-
-    mantissa: int
-    exponent: int
-    scale: tuple[float, float]  # two factors, as their product may leave the range of fp32
-    candidate_above: float  # the largest value of the compute type that is <= tau
-
-    @classmethod
-    def of(cls, tau: float, dtype: torch.dtype) -> _Unit:
-        rounded = torch.tensor(tau, dtype=torch.float64).to(dtype)
-        if float(rounded) > tau:
-            rounded = torch.nextafter(rounded, rounded.new_zeros(()))
-        if tau == 0 or math.isinf(tau):
-            return cls(0, 0, (0.0, 0.0), float(rounded))
-        fraction, exponent = math.frexp(tau)
-        k = max(min(31 - exponent, 1000), -1000)
-        return cls(int(math.ldexp(fraction, 53)), exponent - 53, (2.0 ** (k // 2), 2.0 ** (k - k // 2)), float(rounded))
 
 
 class _Tile(NamedTuple):
@@ -66,9 +45,8 @@ def select(batch: Batch, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
     """(keep, counts, floats), as the op m2po_kernels::select returns them."""
     keep = torch.empty(batch.log_probs.shape, dtype=torch.bool, device=batch.log_probs.device)
     swept = _sweep(batch, rule, keep_out=keep)
-    cut = _find_cut(swept, rule.m2_threshold)
-    dropped = swept.positions[_dropped(swept.v, swept.positions, cut)]
-    keep.view(-1)[dropped] = False
+    cut = find_cut(swept.v, swept.positions, swept.counts[5], swept.low_sum, swept.unit, rule.m2_threshold)
+    keep.view(-1)[swept.positions[is_dropped(swept.v, swept.positions, cut)]] = False
     _, counts, floats = _finish(swept, cut, rule)
     return keep, counts, floats
 
@@ -78,11 +56,11 @@ def policy_loss(batch: Batch, rule: Rule) -> tuple[Tensor, Tensor, Tensor, Tenso
     dtype, device = compute_dtype(batch.log_probs), batch.log_probs.device
     per_token = torch.empty(batch.log_probs.shape, dtype=dtype, device=device) if rule.per_token else None
     swept = _sweep(batch, rule, loss_out=per_token)
-    cut = _find_cut(swept, rule.m2_threshold)
+    cut = find_cut(swept.v, swept.positions, swept.counts[5], swept.low_sum, swept.unit, rule.m2_threshold)
     sums, counts, floats = _finish(swept, cut, rule)
     scales = _scales(batch.denominators, counts, rule, device)
     if per_token is not None:
-        kept = ~_dropped(swept.v, swept.positions, cut)
+        kept = ~is_dropped(swept.v, swept.positions, cut)
         per_token.view(-1)[swept.positions[kept]] += swept.policy[kept]
         return per_token, scales, cut, counts, floats
     # A scale of 0 says that there is nothing to divide by: the loss is then 0, whatever the sums hold.
@@ -93,16 +71,13 @@ def policy_loss(batch: Batch, rule: Rule) -> tuple[Tensor, Tensor, Tensor, Tenso
 def policy_loss_backward(grad_loss: Tensor, scales: Tensor, cut: Tensor, batch: Batch, rule: Rule, out: Tensor) -> None:
     """Writes d loss / d log_probs into `out` (shape and dtype of log_probs, any strides)."""
     dtype = compute_dtype(batch.log_probs)
-    cut_v = _from_key(cut[0], dtype)
     for start, index in _tiles(batch.log_probs):
         t = _tile(batch, rule, index)
         moves = t.valid & (t.advantages != 0)
         if t.keep is not None:
             moves &= t.keep
         elif rule.rule == "m2po":
-            # A dropped v exceeds the threshold, so there is no need to ask whether the token was a candidate.
-            position = torch.arange(start, start + t.d.numel(), device=t.d.device)
-            moves &= ~(t.region & ((t.v > cut_v) | ((t.v == cut_v) & (position <= cut[1]))))
+            moves &= ~(t.region & _beyond(t.v, start, cut))
         flat = _flat(t, rule)
         if flat is not None:
             moves &= ~flat
@@ -110,11 +85,22 @@ def policy_loss_backward(grad_loss: Tensor, scales: Tensor, cut: Tensor, batch: 
         weights = 1 if t.weights is None else t.weights
         coefficient = (-factor * scales[0]).to(dtype)
         moves &= coefficient != 0  # an infinite ratio times nothing is nothing
-        grad = torch.where(moves, t.d.exp_() * (t.advantages * coefficient * weights), 0.0)
+        grad = _only(t.d.exp_() * (t.advantages * coefficient * weights), _as_bits(moves, dtype))
         if t.q is not None:
             coefficient = (rule.kl_coef * factor * scales[1]).to(dtype)
             grad -= torch.where(t.valid & (coefficient != 0), torch.expm1(t.q) * (coefficient * weights), 0.0)
         out[index] = grad.reshape(out[index].shape).to(out.dtype)
+
+
+def _beyond(v: Tensor, start: int, cut: Tensor) -> Tensor:
+    """Which v, of the tokens from position `start` on, the cut drops if they are in T."""
+    cut_v = from_key(cut[0], v.dtype)
+    beyond = v > cut_v
+    if v.device.type == "cpu":  # here the cut's position can be read, and seldom lies in the tile
+        up_to = max(0, int(cut[1]) + 1 - start)
+        beyond[:up_to] |= v[:up_to] == cut_v
+        return beyond
+    return beyond | ((v == cut_v) & (torch.arange(start, start + v.numel(), device=v.device) <= cut[1]))
 
 
 class _Swept(NamedTuple):
@@ -128,13 +114,13 @@ class _Swept(NamedTuple):
     v: Tensor
     policy: Tensor
     positions: Tensor
-    unit: _Unit
+    unit: Unit
 
 
 def _sweep(batch: Batch, rule: Rule, keep_out: Tensor | None = None, loss_out: Tensor | None = None) -> _Swept:
     dtype, device = compute_dtype(batch.log_probs), batch.log_probs.device
     wide = wide_dtype(device)
-    unit = _Unit.of(rule.m2_threshold, dtype)
+    unit = Unit.of(rule.m2_threshold, dtype)
     rows: list[tuple[Tensor, ...]] = []
     low_sums: list[Tensor] = []
     candidates: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -142,8 +128,8 @@ def _sweep(batch: Batch, rule: Rule, keep_out: Tensor | None = None, loss_out: T
         t = _tile(batch, rule, index)
         ratio = t.d.exp()
         policy = -(_effective_ratio(ratio, _flat(t, rule), t, rule) * t.advantages)
-        off = t.advantages == 0
-        kl = gone = over = None
+        counts = t.advantages != 0  # where the policy term is final, and not 0
+        kl = gone = None
         if t.weights is not None:
             policy = policy * t.weights
         if t.q is not None:
@@ -152,20 +138,20 @@ def _sweep(batch: Batch, rule: Rule, keep_out: Tensor | None = None, loss_out: T
         settled = t.region
         if t.keep is not None:
             gone = t.valid & ~t.keep
-            off, settled = off | gone, settled & ~gone
+            counts, settled = counts & ~gone, settled & ~gone
         elif rule.rule == "m2po":
             over = t.region & (t.v > unit.candidate_above)
             chosen = over.nonzero().flatten()
             candidates.append((t.v[chosen], policy[chosen], chosen + start))
-            off, settled = off | over, settled & ~over
-        policy.masked_fill_(off, 0.0)
+            counts, settled = counts & ~over, settled & ~over
+        policy = _only(policy, _as_bits(counts, dtype))
         if loss_out is not None:  # a candidate's policy term comes later
             loss_out[index] = (policy if kl is None else policy + kl).reshape(loss_out[index].shape)
         if keep_out is not None:
             keep_out[index] = t.valid.reshape(keep_out[index].shape)
-        v_settled = torch.where(settled, t.v, 0.0)
+        v_settled = _only(t.v, _as_bits(settled, dtype))
         low_sums.append((v_settled * unit.scale[0] * unit.scale[1]).round_().to(torch.int64).sum())
-        ratio.masked_fill_(~t.valid, 0.0)
+        ratio = _only(ratio, _as_bits(t.valid, dtype))
         none, never = torch.zeros((), dtype=wide, device=device), torch.full((), math.inf, dtype=wide, device=device)
         rows.append(
             (
@@ -206,6 +192,16 @@ def _sweep(batch: Batch, rule: Rule, keep_out: Tensor | None = None, loss_out: T
     )
 
 
+def _as_bits(where: Tensor, dtype: torch.dtype) -> Tensor:
+    """All ones where true, else zero: integers as wide as `dtype`."""
+    return where.to(torch.int64 if dtype == torch.float64 else torch.int32).neg_()
+
+
+def _only(x: Tensor, bits: Tensor) -> Tensor:
+    """x where `bits` are ones, else 0, whatever x holds there. On a CPU a few times quicker than torch.where."""
+    return (x.view(bits.dtype) & bits).view(x.dtype)
+
+
 def _first(bad: Tensor, start: int) -> Tensor:
     return torch.where(bad.any(), bad.to(torch.uint8).argmax().double() + start, math.inf)
 
@@ -238,9 +234,9 @@ def _tile(batch: Batch, rule: Rule, index: tuple[slice, ...]) -> _Tile:
     bad = _bad(d, advantages, q, valid)
     if bad is not None and rule.nonfinite == "drop":
         valid = valid & ~bad
-    off = ~valid
-    d, advantages = d.masked_fill_(off, 0.0), advantages.masked_fill(off, 0.0)
-    q = None if q is None else q.masked_fill_(off, 0.0)
+    bits = _as_bits(valid, dtype)
+    d, advantages = _only(d, bits), _only(advantages, bits)
+    q = None if q is None else _only(q, bits)
     v = d * d
     along = d * advantages.sign()
     region = along > 0 if rule.scope == "quadrants" else valid & (v == v)
@@ -277,7 +273,7 @@ def _flat(t: _Tile, rule: Rule) -> Tensor | None:
 
 def _clipped(t: _Tile, rule: Rule) -> Tensor:
     high, low = _clip_bounds(rule, t.d.dtype)
-    return t.along > (high if high == -low else torch.where(t.advantages > 0, high, -low))
+    return ((t.d > high) | (t.d < low)) & (t.along > 0)
 
 
 def _effective_ratio(ratio: Tensor, flat: Tensor | None, t: _Tile, rule: Rule) -> Tensor:
@@ -296,70 +292,10 @@ def _sum(x: Tensor, wide: torch.dtype) -> Tensor:
     return rows.sum() if rows.numel() <= ROW else _sum(rows, wide)
 
 
-def _find_cut(swept: _Swept, tau: float) -> Tensor:
-    """int64 [2]: the bits of the smallest dropped v, and the last position dropped among its equals; (inf, -1) for none."""
-    device = swept.v.device
-    n = swept.v.numel()
-    if n == 0:
-        return torch.stack([_to_key(swept.v.new_full((), math.inf)), torch.tensor(-1, device=device)])
-    # Ascending, the latest of equals first: what is kept is a run from the start.
-    values, order = torch.sort(swept.v.flip(0), stable=True)
-    if tau == 0:
-        n_kept = torch.zeros((), dtype=torch.int64, device=device)
-    else:
-        n_kept = (_remaining_slack(values, swept, tau) >= 0).sum()
-    at = n_kept.clamp(max=n - 1)
-    some = n_kept < n
-    smallest = torch.where(some, values[at], math.inf)
-    return torch.stack([_to_key(smallest), torch.where(some, swept.positions.flip(0)[order[at]], -1)])
-
-
-def _remaining_slack(values: Tensor, swept: _Swept, tau: float) -> Tensor:
-    """tau * (low + run) - sum(low) - sum(run) for each run of `values` from the start: the top limb, whose sign is the sign."""
-    mask = (1 << LIMB) - 1
-    unit = swept.unit
-    fraction, exponent = torch.frexp(values)
-    digits = 24 if values.dtype == torch.float32 else 53
-    mantissa = torch.ldexp(fraction, torch.tensor(digits, device=values.device)).to(torch.int64)
-    shift = exponent.to(torch.int64) - digits - unit.exponent
-    # From 2^85 on a value exceeds any slack of 2^31 tokens: counted as exactly that.
-    huge = values.isinf() | (shift > 3 * LIMB + 1 - digits)
-    n_low, low_sum = swept.counts[5], swept.low_sum
-    low_limbs = (
-        (low_sum << SLACK_BITS) & mask,
-        (low_sum >> (LIMB - SLACK_BITS)) & mask,
-        low_sum >> (2 * LIMB - SLACK_BITS),
-    )
-    run = torch.arange(1, values.numel() + 1, device=values.device)
-    carry: Tensor | int = 0
-    for limb in range(3):
-        left = (shift - LIMB * limb).clamp(-62, LIMB)
-        piece = torch.where(left >= 0, mantissa << left.clamp(min=0), mantissa >> (-left).clamp(min=0))
-        piece = torch.where(left >= LIMB, 0, piece) if limb < 2 else piece
-        piece = torch.where(huge, (1 << (LIMB + 1)) if limb == 2 else 0, piece if limb == 2 else piece & mask)
-        tau_limb = (unit.mantissa >> (LIMB * limb)) & mask
-        total = (n_low + run) * tau_limb - low_limbs[limb] - piece.cumsum(0) + carry
-        carry = total >> LIMB
-    return total
-
-
-def _dropped(v: Tensor, positions: Tensor, cut: Tensor) -> Tensor:
-    cut_v = _from_key(cut[0], v.dtype)
-    return (v > cut_v) | ((v == cut_v) & (positions <= cut[1]))
-
-
-def _to_key(v: Tensor) -> Tensor:
-    return v.view(torch.int32 if v.dtype == torch.float32 else torch.int64).to(torch.int64)
-
-
-def _from_key(key: Tensor, dtype: torch.dtype) -> Tensor:
-    return key.to(torch.int32).view(dtype) if dtype == torch.float32 else key.view(dtype)
-
-
 def _finish(swept: _Swept, cut: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
     """(sums of the policy and KL terms, counts, floats)."""
     wide = swept.sums.dtype
-    gone = _dropped(swept.v, swept.positions, cut)
+    gone = is_dropped(swept.v, swept.positions, cut)
     kept = ~gone
     policy, kl, v_settled, v_gone, ratio, excess = swept.sums.unbind()
     valid, region, bad, clipped, settled_drops, low, first_bad = swept.counts.unbind()
@@ -370,7 +306,7 @@ def _finish(swept: _Swept, cut: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Ten
     n_kept = low + kept.sum()
     counts = torch.stack([valid, region, torch.full_like(valid, swept.v.numel()), dropped, bad, first_bad])
     counts = torch.cat([counts[:5], clipped[None], counts[5:]])
-    top = torch.minimum(_from_key(cut[0], swept.v.dtype).to(wide), swept.gone_min)
+    top = torch.minimum(from_key(cut[0], swept.v.dtype).to(wide), swept.gone_min)
 
     def share(x: Tensor, n: Tensor) -> Tensor:
         return torch.where(n > 0, x.to(wide) / n.clamp(min=1).to(wide), 0.0)
