@@ -16,9 +16,9 @@ from ..exact import Unit, find_cut, from_key, is_dropped
 from ..inputs import compute_dtype, wide_dtype
 from ..rule import Batch, Rule
 
-# Tokens in a tile on a CPU: temporaries of 256 KB stay in the second-level cache and come from the allocator's free
+# Tokens in a tile on a CPU: temporaries of 512 KB stay in cache and come from the allocator's free
 # list. On other devices a tile is the whole batch: there a launch costs more than a trip to memory.
-TILE = 1 << 16
+TILE = 1 << 17
 ROW = 1 << 10  # fp64 sums run over rows of this many values, each summed by one thread: the same bits for any thread count
 
 
