@@ -31,7 +31,8 @@ class Unit(NamedTuple):
         if tau == 0 or math.isinf(tau):
             return cls(0, 0, (0.0, 0.0), float(rounded))
         fraction, exponent = math.frexp(tau)
-        k = max(min(31 - exponent, 1000), -1000)
+        # Beyond 2^250 a low fp32 v is 0, and the product of two larger factors would not be.
+        k = 31 - exponent if dtype == torch.float64 else max(min(31 - exponent, 250), -250)
         return cls(int(math.ldexp(fraction, 53)), exponent - 53, (2.0 ** (k // 2), 2.0 ** (k - k // 2)), float(rounded))
 
 

@@ -32,7 +32,7 @@ struct Unit {
     const double fraction = std::frexp(tau, &e);
     unit.mantissa = static_cast<int64_t>(std::ldexp(fraction, 53));
     unit.exponent = e - 53;
-    unit.scale_exponent = std::min(31 - e, 1023);  // beyond, a low v is subnormal and rounds to 0
+    unit.scale_exponent = 31 - e;
     return unit;
   }
 };
@@ -92,7 +92,7 @@ class Slack {
   bool pay(const Bin& bin, int exponent) {
     if (bin.count == 0) return true;
     const int shift = shift_of(exponent);
-    if (shift > kUnaffordable) return false;
+    if (exceeds_any_slack(bin.mantissas, shift)) return false;
     const Wide cost = (bin.mantissas << shift) - Wide{bin.count} * unit_.mantissa;
     if (cost > left_) return false;
     left_ -= cost;
@@ -102,18 +102,20 @@ class Slack {
   // How many of `count` candidates of the one value with these bits can be paid for.
   int64_t affordable(typename Bits<Real>::Int bits, int64_t count) const {
     const int shift = shift_of(exponent_field<Real>(bits));
-    if (shift > kUnaffordable || left_ < 0) return 0;
-    const Wide cost = (Wide{mantissa_of<Real>(bits)} << shift) - unit_.mantissa;
+    const Wide mantissa = mantissa_of<Real>(bits);
+    if (exceeds_any_slack(mantissa, shift) || left_ < 0) return 0;
+    const Wide cost = (mantissa << shift) - unit_.mantissa;
     return cost <= 0 ? count : static_cast<int64_t>(std::min<Wide>(count, left_ / cost));
   }
 
  private:
-  // Slack is below 2^31 tokens * 2^53; a whole mantissa shifted beyond 2^84 exceeds it alone, as infinity does. Up to there the
-  // sum over 2^31 candidates stays below 2^116.
-  static constexpr int kUnaffordable = 84 - Bits<Real>::kMantissa;
+  // Slack, and tau times any number of candidates, are below 2^31 tokens * 2^53.
+  static bool exceeds_any_slack(Wide mantissas, int shift) { return shift > 86 || mantissas > (Wide{1} << 86 >> shift); }
+
+  // Infinity is beyond all.
   int shift_of(int exponent) const {
     constexpr int top = (1 << (sizeof(Real) * 8 - 1 - Bits<Real>::kMantissa)) - 1;
-    return exponent >= top ? kUnaffordable + 1 : std::max(exponent, 1) - Bits<Real>::kBias - unit_.exponent;
+    return exponent >= top ? 87 : std::max(exponent, 1) - Bits<Real>::kBias - unit_.exponent;
   }
 
   Unit unit_;

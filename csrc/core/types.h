@@ -50,7 +50,7 @@ struct Rule {
 template <class Real>
 struct Limits {
   Real candidate_above;         // largest Real that is <= m2_threshold
-  double scale;                 // 2^k: a low v times it is below 2^31, and is rounded to an integer
+  double scale, scale_rest;     // their product is 2^k: a low v times it is below 2^31; scale_rest is 1 for any k that fp32 needs
   Real log_high, log_low;       // log1p(clip_high), log1p(-clip_low)
   Real ratio_high, ratio_low;   // 1 + clip_high, 1 - clip_low
   Real log_cap, cap;

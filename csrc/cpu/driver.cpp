@@ -30,7 +30,9 @@ Limits<Real> limits_of(const Rule& rule, const Unit& unit) {
   if (static_cast<double>(limits.candidate_above) > rule.m2_threshold)
     limits.candidate_above = std::nextafter(limits.candidate_above, Real(0));
   // At tau = 0 a low v is 0, and at infinity nothing is decided.
-  limits.scale = unit.mantissa == 0 ? 0.0 : std::ldexp(1.0, unit.scale_exponent);
+  const int k = unit.scale_exponent, first = std::min(k, 1000);
+  limits.scale = unit.mantissa == 0 ? 0.0 : std::ldexp(1.0, first);
+  limits.scale_rest = std::ldexp(1.0, k - first);
   limits.log_high = static_cast<Real>(std::log1p(rule.clip_high));
   limits.log_low = static_cast<Real>(std::log1p(-rule.clip_low));
   limits.ratio_high = static_cast<Real>(1 + rule.clip_high);

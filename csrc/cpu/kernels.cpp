@@ -128,7 +128,7 @@ void sweep(const Batch& batch, const Rule& rule, const Limits<typename V::value_
       }
     }
     Mask valid = load_mask<V>(block.valid + i);
-    // Odd: NaN or infinite, or too large for exp_terms_small.
+    // Odd: NaN or infinite, or too large for exp_terms_quick.
     const bool odd = stdx::any_of(valid && !(size < V(kSmall)));
     if (odd) [[unlikely]] {
       const Mask bad = not_finite(d, advantage, q) && valid;
@@ -159,7 +159,7 @@ void sweep(const Batch& batch, const Rule& rule, const Limits<typename V::value_
       if (block.kept || rule.clip) over = Mask(false);
     }
 
-    const ExpTerms<V> e = odd ? exp_terms(d) : exp_terms_small(d);
+    const ExpTerms<V> e = exp_terms_quick(d, odd ? clamp(d, -104.0f, 89.0f) : d);
     V ratio = e.ratio;
     stdx::where(!valid, ratio) = V(0);
     ratio_sum.add(ratio);
@@ -194,7 +194,7 @@ void sweep(const Batch& batch, const Rule& rule, const Limits<typename V::value_
 
     V v_settled = 0;
     stdx::where(region && !over && !gone, v_settled) = v;
-    settled_sum.add_rounded(v_settled, limits.scale);
+    settled_sum.add_rounded(v_settled, limits);
     stdx::where(valid, valid_count) += V(1);
     stdx::where(region, region_count) += V(1);
     stdx::where(clipped, clipped_count) += V(1);

@@ -9,6 +9,8 @@
 #include <immintrin.h>
 #endif
 
+#include "../core/types.h"
+
 // A call would spill every vector register, as none is preserved across one.
 #define M2PO_INLINE [[gnu::always_inline]] inline
 
@@ -47,13 +49,13 @@ class WideSum<FloatV> {
     low_ += lower(x);
     high_ += upper(x);
   }
-  M2PO_INLINE void add_rounded(FloatV x, double scale) {
+  M2PO_INLINE void add_rounded(FloatV x, const Limits<float>& limits) {
     const DoubleV low = lower(x), high = upper(x);
     low_ += low;
     high_ += high;
     // The product with a power of two is exact.
-    low_bits_ += __builtin_bit_cast(Int, DoubleV(low * scale + kIntegerBase));
-    high_bits_ += __builtin_bit_cast(Int, DoubleV(high * scale + kIntegerBase));
+    low_bits_ += __builtin_bit_cast(Int, DoubleV(low * limits.scale + kIntegerBase));
+    high_bits_ += __builtin_bit_cast(Int, DoubleV(high * limits.scale + kIntegerBase));
     ++additions_;
   }
   M2PO_INLINE double total() const {
@@ -94,9 +96,9 @@ template <>
 class WideSum<ScalarDouble> {
  public:
   M2PO_INLINE void add(ScalarDouble x) { sum_ += x[0]; }
-  M2PO_INLINE void add_rounded(ScalarDouble x, double scale) {
+  M2PO_INLINE void add_rounded(ScalarDouble x, const Limits<double>& limits) {
     sum_ += x[0];
-    rounded_ += static_cast<int64_t>((x[0] * scale + kIntegerBase) - kIntegerBase);
+    rounded_ += static_cast<int64_t>((x[0] * limits.scale * limits.scale_rest + kIntegerBase) - kIntegerBase);
   }
   M2PO_INLINE double total() const { return sum_; }
   M2PO_INLINE int64_t rounded_total() const { return rounded_; }
@@ -197,11 +199,11 @@ M2PO_INLINE ExpTerms<FloatV> exp_terms(FloatV x) {
   return out;
 }
 
-// The same ratio, in fewer steps, for |x| < kSmall. `excess` is off by up to 3e-6 of itself where it does not come from the
-// polynomial (|x| > 0.35), which is enough for a metric. minus_one is not set.
+// The same ratio in fewer steps, for the metrics: `excess` is off by up to 3e-6 of itself where it does not come from the
+// polynomial (|x| > 0.35), and minus_one is not set. `reach`: x, or clamp(x, -104, 89) unless |x| < kSmall is known.
 inline constexpr float kSmall = 64.0f;
-M2PO_INLINE ExpTerms<FloatV> exp_terms_small(FloatV x) {
-  const Reduced reduced(x);
+M2PO_INLINE ExpTerms<FloatV> exp_terms_quick(FloatV x, FloatV reach) {
+  const Reduced reduced(reach);
   ExpTerms<FloatV> out;
   out.ratio = PowerOfTwo(reduced.shifted, reduced.n).times(reduced.expm1_r + 1.0f);
   out.excess = (out.ratio - 1.0f) - x;
@@ -213,7 +215,8 @@ M2PO_INLINE ExpTerms<ScalarDouble> exp_terms(ScalarDouble x) {
   const double minus_one = std::expm1(x[0]);
   return {ScalarDouble(std::exp(x[0])), ScalarDouble(minus_one), ScalarDouble(minus_one - x[0])};
 }
-M2PO_INLINE ExpTerms<ScalarDouble> exp_terms_small(ScalarDouble x) { return exp_terms(x); }
+M2PO_INLINE ExpTerms<ScalarDouble> exp_terms_quick(ScalarDouble x, ScalarDouble) { return exp_terms(x); }
+M2PO_INLINE ScalarDouble clamp(ScalarDouble x, float, float) { return x; }  // std::exp needs none
 
 // Which of the next V::size() bytes are not 0.
 template <class V>

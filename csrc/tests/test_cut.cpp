@@ -77,6 +77,16 @@ TEST(Slack, ManyHugeCandidatesDoNotOverflow) {
   }
 }
 
+TEST(Slack, SubnormalThreshold) {
+  // tau = 1, one low token at 1 and two at 0, in units of the smallest double: 2 can be paid for, then nothing above 2.
+  const double least = 5e-324;
+  Slack<double> slack(Unit::of(least), 3, int64_t{1} << 30);
+  EXPECT_EQ(slack.affordable(m2po::to_bits(4 * least), 1), 0);
+  EXPECT_EQ(slack.affordable(m2po::to_bits(3 * least), 9), 1);
+  EXPECT_TRUE(slack.pay(bin_of(2 * least, 1), 0));
+  EXPECT_FALSE(slack.pay(bin_of(3 * least, 1), 0));
+}
+
 TEST(Slack, AnInfinityIsNeverPaidFor) {
   Slack<double> slack(Unit::of(1e300), int64_t{1} << 31, 0);
   EXPECT_EQ(slack.affordable(m2po::to_bits(double{INFINITY}), 1), 0);

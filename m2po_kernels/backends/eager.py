@@ -280,8 +280,9 @@ def _effective_ratio(ratio: Tensor, flat: Tensor | None, t: _Tile, rule: Rule) -
     if flat is None:
         return ratio
     if rule.rule == "clip":
-        low = torch.where(t.d < 0, 1 - rule.clip_low, rule.ratio_cap)
-        return torch.where(flat, torch.where(t.advantages > 0, 1 + rule.clip_high, low).to(ratio.dtype), ratio)
+        high, low = torch.full_like(ratio, 1 + rule.clip_high), torch.full_like(ratio, 1 - rule.clip_low)
+        bound = torch.where(t.advantages > 0, high, torch.where(t.d < 0, low, rule.ratio_cap))
+        return torch.where(flat, bound, ratio)
     return torch.where(flat, rule.ratio_cap, ratio)
 
 

@@ -102,8 +102,9 @@ def grpo_oracle(
     ratio = torch.where(active, d.double(), 0).exp()
     log_cap = torch.tensor(cap, dtype=torch.float64).log().to(d.dtype)
     flat = (adv > 0) & (d > high) | (adv < 0) & (d < low) | (adv < 0) & (d > log_cap)
-    bound = torch.where(adv > 0, 1 + clip_high, torch.where(d < low, 1 - clip_low, cap))
-    policy = torch.where(active, -torch.where(flat, bound.double(), ratio) * adv.double(), 0.0)
+    bound = torch.full_like(ratio, 1 + clip_high)
+    bound = torch.where(adv > 0, bound, torch.where(d < low, torch.full_like(ratio, 1 - clip_low), cap))
+    policy = torch.where(active, -torch.where(flat, bound, ratio) * adv.double(), 0.0)
     metrics = _metrics(d, v, adv, valid, region, region, torch.zeros_like(valid), nonfinite_tokens, clip_low, clip_high)
     policy_grad = torch.where(flat, 0.0, policy)
     return _reduce(
