@@ -293,3 +293,12 @@ def test_overflow_of_a_dropped_token_does_not_reach_the_loss(device, backend):
     per_token = run(m2po_loss, tokens, reduction="none", backend=backend)
     assert per_token.loss.tolist() == [0.0, pytest.approx(-math.exp(0.1))]
     assert float(per_token.grad[0]) == 0
+
+
+def test_a_nan_denominator_is_not_taken_for_nothing(device, backend):
+    lp = torch.tensor([0.1, -0.2], device=device, requires_grad=True)
+    zeros, ones = torch.zeros(2, device=device), torch.ones(2, device=device)
+    out = m2po_loss(lp, zeros, ones, ones, denominator=torch.tensor(math.nan, device=device), backend=backend)
+    out.loss.backward()
+    assert bool(out.loss.isnan())
+    assert lp.grad is not None and bool(lp.grad.isnan().all())

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -22,11 +23,15 @@ class Arena {
  public:
   // Room for one block's worst case; what it does not use is handed out again.
   Candidates<Real> reserve() {
-    if (chunks_.empty() || used_ + kWorst > kChunk) {
-      void* chunk = std::aligned_alloc(kChunk, kChunk);
+    if (used_ + kWorst > size_) {
+      // The first chunk is small: at a healthy share of candidates it is the only one, and a fresh huge page takes as long to
+      // clear as 200,000 tokens to sweep.
+      const size_t size = chunks_.empty() ? 4 * kWorst : kHugePage;
+      void* chunk = chunks_.empty() ? std::malloc(size) : std::aligned_alloc(kHugePage, size);
       if (!chunk) throw std::bad_alloc();
       chunks_.emplace_back(static_cast<char*>(chunk));
-      advise_huge(chunk, kChunk);
+      advise_huge(chunk, static_cast<int64_t>(size));
+      size_ = size;
       used_ = 0;
     }
     Candidates<Real> list;
@@ -54,9 +59,9 @@ class Arena {
   };
   static constexpr size_t kSlots = kBlock + kCandidateRoom;
   static constexpr size_t kWorst = kSlots * (2 * sizeof(Real) + sizeof(uint16_t));
-  static constexpr size_t kChunk = size_t{1} << 21;  // one huge page
+  static constexpr size_t kHugePage = size_t{1} << 21;
   std::vector<std::unique_ptr<char, Free>> chunks_;
-  size_t used_ = 0;
+  size_t size_ = 0, used_ = 0;
 };
 
 // Candidates below which a pass over them stays on one thread: about 30 microseconds of work.

@@ -70,7 +70,7 @@ std::array<double, 2> scales_of(const Rule& rule, const double* denominators, co
   const double valid = static_cast<double>(t.valid);
   std::array<double, 2> n{rule.normalizer == Normalizer::kept ? valid - static_cast<double>(t.dropped) : valid, valid};
   if (denominators) n = {denominators[0], denominators[1]};
-  return {n[0] > 0 ? 1 / n[0] : 0.0, n[1] > 0 ? 1 / n[1] : 0.0};
+  return {n[0] != 0 ? 1 / n[0] : 0.0, n[1] != 0 ? 1 / n[1] : 0.0};
 }
 
 // Adds the kept candidates in index order, and takes the dropped ones out of the per-token outputs.
@@ -170,7 +170,7 @@ LossResult<Real> sweep(const Batch& batch, const Rule& rule, const double* denom
   if (nan_ratio) t.ratio_max = std::numeric_limits<double>::quiet_NaN();
   result.scales = scales_of(rule, denominators, t);
   // A scale of 0 says that there is nothing to divide by: the loss is then 0, whatever the sums hold.
-  result.loss = (result.scales[0] > 0 ? t.policy * result.scales[0] : 0.0) + (result.scales[1] > 0 ? t.kl * result.scales[1] : 0.0);
+  result.loss = (result.scales[0] != 0 ? t.policy * result.scales[0] : 0.0) + (result.scales[1] != 0 ? t.kl * result.scales[1] : 0.0);
   result.statistics = statistics_of(t, static_cast<double>(result.cut.value));
   return result;
 }

@@ -64,7 +64,7 @@ def policy_loss(batch: Batch, rule: Rule) -> tuple[Tensor, Tensor, Tensor, Tenso
         per_token.view(-1)[swept.positions[kept]] += swept.policy[kept]
         return per_token, scales, cut, counts, floats
     # A scale of 0 says that there is nothing to divide by: the loss is then 0, whatever the sums hold.
-    loss = torch.where(scales > 0, sums * scales, 0.0).sum().to(dtype)
+    loss = torch.where(scales != 0, sums * scales, 0.0).sum().to(dtype)
     return loss, scales, cut, counts, floats
 
 
@@ -336,4 +336,4 @@ def _scales(denominators: Tensor | None, counts: Tensor, rule: Rule, device: tor
     if denominators is None:
         policy = counts[0] - counts[3] if rule.normalizer == "kept" else counts[0]
         denominators = torch.stack([policy, counts[0]]).to(wide)
-    return torch.where(denominators > 0, 1.0 / denominators, 0.0)
+    return torch.where(denominators != 0, 1.0 / denominators, 0.0)
