@@ -25,6 +25,7 @@ TASKS = {
     "forward_backward_reused": "forward_backward",
 }
 PEERS = ("sort_based", "compiled")
+# As many bytes as the loss with its gradient must move:
 COPY_BYTES_PER_TOKEN = 17  # read 4 + 4 + 4 + 1 (log-probs, behaviour log-probs, advantage, mask), write 4 (gradient)
 
 NAMES = (*PEERS, *dispatch.BACKENDS)
@@ -115,8 +116,8 @@ def _reusing(name: str, batch: TokenBatch) -> Callable[[], tuple[Tensor, Tensor]
 
 
 def copy_calls(tokens: int, device: str = "cpu") -> dict[str, Call]:
-    """Ways to copy 8.5 bytes a token (so 17 move) between two written buffers of torch's allocator, as the inputs are."""
-    n = COPY_BYTES_PER_TOKEN * tokens // 2
+    """Ways to copy 17 bytes a token between two written buffers of torch's allocator, as the inputs are."""
+    n = COPY_BYTES_PER_TOKEN * tokens
     source, target = (torch.empty(n, dtype=torch.uint8, device=device).fill_(i) for i in (1, 2))
     wide = (n // 8) * 8
     ways: dict[str, Callable[[], object]] = {
