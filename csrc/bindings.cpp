@@ -67,9 +67,9 @@ m2po::Batch batch_of(const Tensor& log_probs, const Tensor& behavior_log_probs, 
           source_of(keep)};
 }
 
-// `scalars` and `flags` in the order in which backends/native.py packs them.
+// `scalars` and `flags` as m2po_kernels.rule.Rule.args() packs them (the last flag is of no concern here).
 m2po::Rule rule_of(const std::vector<double>& scalars, const std::vector<int64_t>& flags) {
-  STD_TORCH_CHECK(scalars.size() == 5 && flags.size() == 4, "m2po_native: the extension and native.py are of different versions");
+  STD_TORCH_CHECK(scalars.size() == 5 && flags.size() == 5, "m2po_native: the extension and native.py are of different versions");
   return {.m2_threshold = scalars[0],
           .scope_all = flags[0] != 0,
           .clip = flags[1] != 0,

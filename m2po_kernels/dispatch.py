@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from types import ModuleType
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from .errors import BackendUnavailable
+from .logits_args import LogitsArgs
 from .rule import Batch, Rule
 
+Call: TypeAlias = "tuple[Batch, Rule] | tuple[Tensor, LogitsArgs]"
+
 # For each device type the backends in order of choice; "*" is every other device.
-ORDER = {"cpu": ("native", "eager"), "*": ("eager",)}
-BACKENDS = ("eager", "native")
+ORDER = {"cpu": ("native", "eager"), "cuda": ("triton", "eager"), "*": ("eager",)}
+BACKENDS = ("eager", "native", "triton")
 
 
+@functools.cache
 def load(name: str) -> ModuleType:
     """The backend's module; raises BackendUnavailable for a name that is none."""
     if name not in BACKENDS:
@@ -33,21 +40,38 @@ def candidates(device: torch.device) -> tuple[str, ...]:
     return ORDER.get(device.type, ORDER["*"])
 
 
-def choose(device: torch.device, backend: str | None = None) -> str:
+def choose(device: torch.device, backend: str | None = None, call: Call | None = None) -> str:
     """The name of the backend that serves tensors on `device`: `backend`, else $M2PO_BACKEND, else the first available in ORDER.
 
+    call: what is to be computed, where the choice is for that alone: a backend may decline it (`declines`) for its dtype or size.
     A forced backend that cannot serve raises BackendUnavailable with its reason; it never falls back.
     """
     forced = backend or os.environ.get("M2PO_BACKEND")
     if forced:
-        reason = why_not(forced, device)
+        reason = _reason(forced, device, call)
         if reason:
             source = "backend" if backend else "M2PO_BACKEND"
             raise BackendUnavailable(f"{source}={forced!r} cannot serve tensors on {device}: {reason}")
         return forced
-    return next(name for name in candidates(device) if why_not(name, device) is None)
+    return next(name for name in candidates(device) if _reason(name, device, call) is None)
+
+
+def _reason(name: str, device: torch.device, call: Call | None) -> str | None:
+    reason = why_not(name, device)
+    if reason is not None or call is None:
+        return reason
+    from_logits = isinstance(call[1], LogitsArgs)
+    if from_logits and not hasattr(load(name), "log_softmax"):
+        return "it does not start from logits"
+    declines = getattr(load(name), "declines_logits" if from_logits else "declines", None)
+    return declines(*call) if declines else None
 
 
 def backend_for(batch: Batch, rule: Rule) -> ModuleType:
     """The backend module that computes this call."""
-    return load(choose(batch.log_probs.device, rule.backend))
+    return load(choose(batch.log_probs.device, rule.backend, (batch, rule)))
+
+
+def backend_for_logits(logits: Tensor, args: LogitsArgs, backend: str | None) -> ModuleType:
+    """The backend module that computes the log-probs, or their gradient, from these logits."""
+    return load(choose(logits.device, backend, (logits, args)))

@@ -15,12 +15,8 @@ _BATCH = (
     "Tensor log_probs, Tensor behavior_log_probs, Tensor advantages, Tensor mask, "
     "Tensor? ref_log_probs, Tensor? weights, Tensor? keep, Tensor? denominators"
 )
-_RULE = (
-    "float m2_threshold, str scope, str rule, float clip_low, float clip_high, float kl_coef, float ratio_cap, "
-    "str nonfinite, str normalizer, bool per_token, str? backend"
-)
+_RULE = "float[] scalars, int[] choices, str? backend"  # Rule.args()
 _N_BATCH = len(Batch._fields)
-_N_GRAD = 3  # grad_loss, scales, cut come before the batch in the backward's schema
 
 _lib = torch.library.Library("m2po_kernels", "DEF")
 _lib.define(f"select({_BATCH}, {_RULE}) -> (Tensor keep, Tensor counts, Tensor floats)")
@@ -30,7 +26,7 @@ _lib.define(f"policy_loss_backward_out(Tensor grad_loss, Tensor scales, Tensor c
 
 
 def _split(args: tuple) -> tuple[Batch, Rule]:
-    return Batch(*args[:_N_BATCH]), Rule(*args[_N_BATCH:])
+    return Batch(*args[:_N_BATCH]), Rule.of_args(*args[_N_BATCH:])
 
 
 def _select(*args):
@@ -48,8 +44,10 @@ def _policy_loss(*args):
 
 
 def _policy_loss_backward(grad_loss, scales, cut, *args):
-    grad = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
-    _policy_loss_backward_out(grad_loss, scales, cut, *args, out=grad)
+    batch, rule = _split(args)
+    backend = dispatch.backend_for(batch, rule)
+    grad = getattr(backend, "empty_gradient", torch.empty_like)(batch.log_probs, memory_format=torch.contiguous_format)
+    backend.policy_loss_backward(grad_loss, scales, cut, batch, rule, grad)
     return grad
 
 
@@ -91,7 +89,7 @@ def _select_fake(log_probs, *args):
 
 @torch.library.register_fake("m2po_kernels::policy_loss", lib=_lib)
 def _policy_loss_fake(log_probs, *args):
-    per_token = Rule(*args[_N_BATCH - 1 :]).per_token
+    per_token = Rule.of_args(*args[_N_BATCH - 1 :]).per_token
     loss = log_probs.new_empty(log_probs.shape if per_token else (), dtype=compute_dtype(log_probs))
     scales = log_probs.new_empty(2, dtype=wide_dtype(log_probs.device))
     return loss, scales, log_probs.new_empty(2, dtype=torch.int64), *_statistics(log_probs)

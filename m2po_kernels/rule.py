@@ -1,20 +1,25 @@
 """The scalars and the tensors that travel through the ops together: what the caller chose, checked once.
 
-Field order is the op schema's order (ops.py), so that a `Rule` or a `Batch` is passed on with a star and comes back with a star.
+A `Batch` goes to the ops (ops.py) with a star and comes back with a star. A `Rule` goes as a list of floats, a list of integers
+and the backend's name: torch looks at each argument of an op several times a call, so that a few of them cost less than a dozen.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .errors import InvalidArgument, InvalidType, describe
 
 SCOPES = ("quadrants", "all")
+RULES = ("m2po", "clip")
 NONFINITE = ("propagate", "drop", "error")
+NORMALIZERS = ("valid", "kept", "one")
 REDUCTIONS = ("token-mean", "sequence-mean", "sum", "none")
 
 
@@ -53,12 +58,32 @@ class Rule:
         check_number("ratio_cap", self.ratio_cap, "> 1, or None", lambda x: x > 1)
         check_number("clip_low", self.clip_low, "in [0, 1] (0.2 means 1 - 0.2)", lambda x: 0 <= x <= 1)
         check_number("clip_high", self.clip_high, ">= 0 (0.2 means 1 + 0.2)", lambda x: x >= 0)
-        check_choice("scope", self.scope, SCOPES)
-        check_choice("nonfinite", self.nonfinite, NONFINITE)
+        for name, choices in _CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
 
-    def args(self) -> tuple[object, ...]:
-        """The fields in the order of the op schemas."""
-        return tuple(getattr(self, f.name) for f in fields(self))
+    def args(self) -> tuple[list[float], list[int], str | None]:
+        """As the ops take it: the scalars, the choices as places in their tuples and `per_token`, the backend."""
+        scalars = [float(getattr(self, name)) for name in _SCALARS]
+        choices = [choices.index(getattr(self, name)) for name, choices in _CHOICES.items()]
+        return scalars, [*choices, int(self.per_token)], self.backend
+
+    @classmethod
+    def of_args(cls, scalars: Sequence[float], choices: Sequence[int], backend: str | None) -> Rule:
+        """The rule that `args()` took apart."""
+        return _rule_of(tuple(scalars), tuple(choices), backend)
+
+
+# bindings.cpp reads both in this order.
+_SCALARS = ("m2_threshold", "clip_low", "clip_high", "kl_coef", "ratio_cap")
+_CHOICES = {"scope": SCOPES, "rule": RULES, "nonfinite": NONFINITE, "normalizer": NORMALIZERS}
+
+
+@functools.lru_cache(maxsize=64)
+def _rule_of(scalars: tuple[float, ...], choices: tuple[int, ...], backend: str | None) -> Rule:
+    named: dict[str, Any] = dict(zip(_SCALARS, scalars, strict=True))
+    for (name, among), place in zip(_CHOICES.items(), choices[:-1], strict=True):
+        named[name] = among[place]
+    return Rule(**named, per_token=bool(choices[-1]), backend=backend)
 
 
 def check_number(name: str, value: object, expected: str, ok) -> None:

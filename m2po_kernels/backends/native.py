@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..inputs import compute_dtype
 from ..results import COUNTS, FLOATS
-from ..rule import NONFINITE, Batch, Rule
+from ..rule import Batch, Rule
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_HUGE_PAGE = 1 << 21
 _BYTES = (torch.bool, torch.uint8, torch.int8)
-_NORMALIZERS = ("valid", "kept", "one")
 
 
 @functools.cache
@@ -68,10 +68,24 @@ def policy_loss(batch: Batch, rule: Rule) -> tuple[Tensor, Tensor, Tensor, Tenso
     return loss, *_sweep(batch, rule, None, None, loss)
 
 
+def empty_gradient(like: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """A contiguous tensor of the shape and dtype of `like`, to be filled; a large one starts at a huge page.
+
+    Its memory is new to the process, and faulting it in by 4 KB takes as long as computing it. Huge pages, which the kernel is
+    asked for before the first write (advise_huge in csrc/cpu/driver.cpp), cover only whole 2 MB.
+    """
+    n = like.numel()
+    if n * like.element_size() < _HUGE_PAGE:
+        return torch.empty_like(like, memory_format=memory_format)
+    room = torch.empty(n + _HUGE_PAGE // like.element_size(), dtype=like.dtype)
+    start = -room.data_ptr() % _HUGE_PAGE // like.element_size()
+    return room[start : start + n].view(like.shape)
+
+
 def policy_loss_backward(grad_loss: Tensor, scales: Tensor, cut: Tensor, batch: Batch, rule: Rule, out: Tensor) -> None:
     """Writes d loss / d log_probs into `out` (shape and dtype of log_probs, any strides)."""
     tensors = _tensors(batch)[:-1]
-    torch.ops.m2po_native.backward(grad_loss, scales, cut, *tensors, *_pack(rule), out)
+    torch.ops.m2po_native.backward(grad_loss, scales, cut, *tensors, *rule.args()[:2], out)
 
 
 def _sweep(
@@ -79,22 +93,10 @@ def _sweep(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scales, floats = torch.empty(2, dtype=torch.float64), torch.empty(len(FLOATS), dtype=torch.float64)
     cut, counts = torch.empty(2, dtype=torch.int64), torch.empty(len(COUNTS), dtype=torch.int64)
-    torch.ops.m2po_native.sweep(*_tensors(batch), *_pack(rule), keep, per_token, loss, scales, cut, counts, floats)
+    torch.ops.m2po_native.sweep(*_tensors(batch), *rule.args()[:2], keep, per_token, loss, scales, cut, counts, floats)
     return scales, cut, counts, floats
 
 
 def _tensors(batch: Batch) -> tuple[Tensor | None, ...]:
     mask = batch.mask if batch.mask.dtype in _BYTES else batch.mask != 0
     return tuple(batch._replace(mask=mask))
-
-
-def _pack(rule: Rule) -> tuple[list[float], list[int]]:
-    """The scalars and flags in the order of bindings.cpp's rule_of."""
-    scalars = [rule.m2_threshold, rule.clip_low, rule.clip_high, rule.kl_coef, rule.ratio_cap]
-    flags = [
-        int(rule.scope == "all"),
-        int(rule.rule == "clip"),
-        NONFINITE.index(rule.nonfinite),
-        _NORMALIZERS.index(rule.normalizer),
-    ]
-    return scalars, flags
