@@ -32,7 +32,8 @@ FLAGS = [
     "-fno-math-errno",
     "-DTORCH_TARGET_VERSION=0x020a000000000000",  # nothing newer than torch 2.10
 ]
-# One object of csrc/cpu/kernels.cpp per instruction set; the best that a machine runs is chosen when the extension loads.
+# One object of each of these per instruction set; the best that a machine runs is chosen when the extension loads.
+PER_ISA = ["csrc/cpu/kernels.cpp", "csrc/cpu/logits_kernels.cpp"]
 ISAS = {"baseline": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     ISAS["avx2"] = ["-mavx2", "-mfma"]
@@ -119,8 +120,9 @@ class BuildNative(build_ext):
         build.mkdir(parents=True, exist_ok=True)
         include = [f"-I{torch / 'include'}", f"-I{ROOT / 'csrc'}"]
         jobs = [(ROOT / source, build / (Path(source).stem + ".o"), include) for source in ext.sources]
-        kernels = ROOT / "csrc/cpu/kernels.cpp"
-        jobs += [(kernels, build / f"kernels_{isa}.o", [f"-DM2PO_ISA={isa}", *flags]) for isa, flags in ISAS.items()]
+        for source in PER_ISA:
+            for isa, flags in ISAS.items():
+                jobs.append((ROOT / source, build / f"{Path(source).stem}_{isa}.o", [f"-DM2PO_ISA={isa}", *flags]))
         for source, target, flags in jobs:
             self.spawn([compiler, *FLAGS, *flags, "-c", str(source), "-o", str(target)])
         output = Path(self.get_ext_fullpath(ext.name))

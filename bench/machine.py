@@ -25,7 +25,7 @@ def facts(device: str = "cpu") -> dict[str, str | int | None]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "triton": _version("triton"),
+        "triton": version("triton"),
         "m2po_kernels": m2po_kernels.__version__,
         "commit": _commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -52,7 +52,8 @@ def _cpu_model() -> str:
     return platform.machine()  # AArch64 kernels list no model name
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Of an installed package; None if it is not there."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

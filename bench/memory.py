@@ -67,6 +67,18 @@ def _python(*args: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
+def reset_peak() -> float:
+    """Returns freed memory to the system and sets the peak to what is resident, which it returns in bytes."""
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise what comes next could reuse what was freed before, unseen
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def peak_bytes() -> float:
+    """The most that was resident since `reset_peak`, in bytes."""
+    return _status("VmHWM")
+
+
 def _status(field: str) -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
@@ -82,11 +94,9 @@ def _forward_here(name: str, tokens: int, share: float) -> dict[str, float]:
     make_call(name, "forward", make_batch(1 << 12, share)).run()
     batch = make_batch(tokens, share)
     call = make_call(name, "forward", batch)
-    ctypes.CDLL(None).malloc_trim(0)  # otherwise the forward could reuse what making the batch freed, unseen
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
+    before = reset_peak()
     result = call.run()
-    peak = _status("VmHWM") - before
+    peak = peak_bytes() - before
     del result
     limit = GRADIENT_BYTES * tokens + CANDIDATE_BYTES * batch.candidates + ALLOWANCE
     return {"peak_mb": peak / MB, "limit_mb": limit / MB, "bytes_per_token": peak / tokens, "candidates": batch.candidates}

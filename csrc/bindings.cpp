@@ -140,6 +140,50 @@ void backward(const Tensor& grad_loss, const Tensor& scales, const Tensor& cut, 
       source_of(out));
 }
 
+template <class T>
+m2po::PerRow<T> per_row(const Tensor& tensor) {
+  return {static_cast<T*>(tensor.mutable_data_ptr()), tensor.stride(0), tensor.stride(1)};
+}
+template <class T>
+m2po::PerRow<T> per_row(const MaybeTensor& tensor) {
+  return tensor ? per_row<T>(*tensor) : m2po::PerRow<T>{};
+}
+
+// `scalars`: temperature, logit_scale, logit_softcap. token_ids int64 [B, T], the shift already taken off.
+m2po::LogitsJob logits_job(const Tensor& logits, const Tensor& token_ids, const MaybeTensor& temperatures,
+                           const std::vector<double>& scalars, int64_t vocab_size) {
+  m2po::LogitsJob job;
+  job.logits = per_row<const void>(logits);
+  job.dtype = dtype_of(logits);
+  job.batches = token_ids.size(0);
+  job.rows = token_ids.size(1);
+  job.shift = logits.size(1) - job.rows;
+  job.vocab = vocab_size;
+  job.width = logits.size(2);
+  job.ids = per_row<const int64_t>(token_ids);
+  job.temperatures = per_row<const float>(temperatures);
+  job.temperature = static_cast<float>(scalars[0]);
+  job.scale = static_cast<float>(scalars[1]);
+  job.softcap = static_cast<float>(scalars[2]);
+  return job;
+}
+
+void log_softmax(const Tensor& logits, const Tensor& token_ids, const MaybeTensor& temperatures, const std::vector<double>& scalars,
+                 int64_t vocab_size, const Tensor& log_probs, const MaybeTensor& entropy) {
+  m2po::log_softmax(logits_job(logits, token_ids, temperatures, scalars, vocab_size), per_row<float>(log_probs),
+                    per_row<float>(entropy), TorchThreads());
+}
+
+void log_softmax_backward(const Tensor& logits, const Tensor& token_ids, const MaybeTensor& temperatures,
+                          const std::vector<double>& scalars, int64_t vocab_size, const Tensor& log_probs,
+                          const Tensor& grad_log_probs, const MaybeTensor& entropy, const MaybeTensor& grad_entropy,
+                          const Tensor& out) {
+  const m2po::LogitsGrad grad{per_row<const float>(log_probs), per_row<const float>(grad_log_probs), per_row<const float>(entropy),
+                              per_row<const float>(grad_entropy)};
+  m2po::log_softmax_backward(logits_job(logits, token_ids, temperatures, scalars, vocab_size), grad, per_row<void>(out),
+                             TorchThreads());
+}
+
 // The usable ISAs, best first, joined by commas.
 std::string isas() {
   std::string joined;
@@ -159,6 +203,12 @@ STABLE_TORCH_LIBRARY(m2po_native, m) {
   m.def(
       "backward(Tensor grad_loss, Tensor scales, Tensor cut, Tensor log_probs, Tensor behavior_log_probs, Tensor advantages, "
       "Tensor mask, Tensor? ref_log_probs, Tensor? weights, Tensor? keep, float[] scalars, int[] flags, Tensor(a!) out) -> ()");
+  m.def(
+      "log_softmax(Tensor logits, Tensor token_ids, Tensor? temperatures, float[] scalars, int vocab_size, Tensor(a!) log_probs, "
+      "Tensor(b!)? entropy) -> ()");
+  m.def(
+      "log_softmax_backward(Tensor logits, Tensor token_ids, Tensor? temperatures, float[] scalars, int vocab_size, "
+      "Tensor log_probs, Tensor grad_log_probs, Tensor? entropy, Tensor? grad_entropy, Tensor(a!) out) -> ()");
   m.def("isas() -> str");
   m.def("use_isa(str isa) -> bool");
 }
@@ -166,6 +216,8 @@ STABLE_TORCH_LIBRARY(m2po_native, m) {
 STABLE_TORCH_LIBRARY_IMPL(m2po_native, CPU, m) {
   m.impl("sweep", TORCH_BOX(&sweep));
   m.impl("backward", TORCH_BOX(&backward));
+  m.impl("log_softmax", TORCH_BOX(&log_softmax));
+  m.impl("log_softmax_backward", TORCH_BOX(&log_softmax_backward));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(m2po_native, CompositeExplicitAutograd, m) {

@@ -9,7 +9,7 @@ import torch
 from helpers import random_tokens
 
 from m2po_kernels import dispatch, m2po_loss, select
-from m2po_kernels.backends import eager, native
+from m2po_kernels.backends import eager, native, triton
 from m2po_kernels.errors import BackendUnavailable
 
 CPU = torch.device("cpu")
@@ -41,7 +41,10 @@ def test_native_says_why_it_does_not_serve_a_gpu():
 
 def test_first_available_is_chosen(monkeypatch):
     monkeypatch.setattr(native, "why_not", lambda device: None)
+    monkeypatch.setattr(triton, "why_not", lambda device: None)
     assert dispatch.choose(CPU) == "native"
+    assert dispatch.choose(torch.device("cuda")) == "triton"
+    monkeypatch.setattr(triton, "why_not", lambda device: "not today")
     assert dispatch.choose(torch.device("cuda")) == "eager"
     monkeypatch.setattr(native, "why_not", lambda device: "not today")
     assert dispatch.choose(CPU) == "eager"

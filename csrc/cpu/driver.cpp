@@ -200,6 +200,18 @@ void backward(const Batch& batch, const Rule& rule, double grad_loss, const Sour
   });
 }
 
+void log_softmax(const LogitsJob& job, PerRow<float> log_probs, PerRow<float> entropy, const Parallel& parallel) {
+  parallel(job.batches * (job.rows + job.shift), 1, [&](int64_t begin, int64_t end) {
+    kernels().log_softmax(job, begin, end, log_probs, entropy);
+  });
+}
+
+void log_softmax_backward(const LogitsJob& job, const LogitsGrad& grad, PerRow<void> out, const Parallel& parallel) {
+  parallel(job.batches * (job.rows + job.shift), 1, [&](int64_t begin, int64_t end) {
+    kernels().log_softmax_backward(job, begin, end, grad, out);
+  });
+}
+
 void advise_huge([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t kHuge = uintptr_t{1} << 21;

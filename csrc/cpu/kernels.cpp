@@ -16,6 +16,11 @@
 
 namespace m2po {
 inline namespace M2PO_ISA {
+
+// logits_kernels.cpp
+void log_softmax_rows(const LogitsJob& job, int64_t begin, int64_t end, PerRow<float> log_probs, PerRow<float> entropy);
+void log_softmax_backward_rows(const LogitsJob& job, int64_t begin, int64_t end, const LogitsGrad& grad, PerRow<void> out);
+
 namespace {
 
 template <class Real>
@@ -347,6 +352,7 @@ void backward_block(const Batch& batch, const Rule& rule, const Limits<Real>& li
 
 extern const Kernels M2PO_CONCAT(kKernels_, M2PO_ISA);
 const Kernels M2PO_CONCAT(kKernels_, M2PO_ISA) = {M2PO_STRING(M2PO_ISA), sweep_block<float>, sweep_block<double>,
-                                                  backward_block<float>, backward_block<double>};
+                                                  backward_block<float>, backward_block<double>,
+                                                  log_softmax_rows, log_softmax_backward_rows};
 
 }  // namespace m2po

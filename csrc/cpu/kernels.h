@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../core/types.h"
+#include "logits.h"
 
 namespace m2po {
 
@@ -34,6 +35,8 @@ struct Kernels {
   SweepFn<double> sweep_f64;
   BackwardFn<float> backward_f32;
   BackwardFn<double> backward_f64;
+  LogSoftmaxFn log_softmax;
+  LogSoftmaxBackwardFn log_softmax_backward;
 };
 
 // The kernels of the best ISA that this processor and its operating system offer (isa.h).

@@ -15,6 +15,9 @@ from torch import Tensor
 from ..exact import Unit, find_cut, from_key, is_dropped
 from ..inputs import compute_dtype, wide_dtype
 from ..rule import Batch, Rule
+from .eager_logits import log_softmax, log_softmax_backward
+
+__all__ = ["log_softmax", "log_softmax_backward", "policy_loss", "policy_loss_backward", "select", "why_not"]
 
 # Tokens in a tile on a CPU: temporaries of 512 KB stay in cache and come from the allocator's free
 # list. On other devices a tile is the whole batch: there a launch costs more than a trip to memory.

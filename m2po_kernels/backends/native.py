@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from ..inputs import compute_dtype
+from ..logits_args import LogitsArgs
 from ..results import COUNTS, FLOATS
 from ..rule import Batch, Rule
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _HUGE_PAGE = 1 << 21
+_LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 _BYTES = (torch.bool, torch.uint8, torch.int8)
 
 
@@ -86,6 +88,46 @@ def policy_loss_backward(grad_loss: Tensor, scales: Tensor, cut: Tensor, batch: 
     """Writes d loss / d log_probs into `out` (shape and dtype of log_probs, any strides)."""
     tensors = _tensors(batch)[:-1]
     torch.ops.m2po_native.backward(grad_loss, scales, cut, *tensors, *rule.args()[:2], out)
+
+
+def declines_logits(logits: Tensor, args: LogitsArgs) -> str | None:
+    """The reason why these logits are not for the extension, or None."""
+    if logits.dtype not in _LOGITS:
+        return f"takes float32, bfloat16 and float16 logits; these are {logits.dtype}"
+    if logits.stride(-1) != 1:
+        return f"takes logits whose columns are contiguous; these have stride {logits.stride(-1)}"
+    return None
+
+
+def log_softmax(logits: Tensor, token_ids: Tensor, temperatures: Tensor | None, args: LogitsArgs) -> tuple[Tensor, Tensor]:
+    """(log_probs, entropy), as the op m2po_kernels::selective_log_softmax returns them."""
+    log_probs = torch.empty(logits.shape[0], logits.shape[1] - args.shift)
+    entropy = torch.empty_like(log_probs) if args.with_entropy else None
+    torch.ops.m2po_native.log_softmax(*_rows(logits, token_ids, temperatures, args), log_probs, entropy)
+    return log_probs, torch.empty(0) if entropy is None else entropy
+
+
+def log_softmax_backward(
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor | None,
+    log_probs: Tensor,
+    entropy: Tensor,
+    logits: Tensor,
+    token_ids: Tensor,
+    temperatures: Tensor | None,
+    args: LogitsArgs,
+    out: Tensor,
+) -> None:
+    """Writes d logits into `out` (dtype of logits, contiguous columns; may be `logits` itself)."""
+    flows = (None, None) if grad_entropy is None else (entropy, grad_entropy)
+    rows = _rows(logits, token_ids, temperatures, args)
+    torch.ops.m2po_native.log_softmax_backward(*rows, log_probs, grad_log_probs, *flows, out)
+
+
+def _rows(logits: Tensor, token_ids: Tensor, temperatures: Tensor | None, args: LogitsArgs) -> tuple[object, ...]:
+    ids = token_ids[:, args.shift :].to(torch.int64)
+    temperatures = None if temperatures is None else temperatures.to(torch.float32)
+    return logits, ids, temperatures, [args.temperature, args.logit_scale, args.logit_softcap], args.vocab_size
 
 
 def _sweep(

@@ -4,14 +4,17 @@ Only tests, benchmarks and `m2po check` use it; no kernel shares code with it. U
 """
 
 from .algorithm1 import log_ratio, select_literal, select_sorted, trust_region
+from .logits import LogitsOracle, logits_oracle
 from .loss import OracleResult, grpo_oracle, m2po_oracle
 from .variants import areal_mask, repository_clip_bounds
 
 __all__ = [
+    "LogitsOracle",
     "OracleResult",
     "areal_mask",
     "grpo_oracle",
     "log_ratio",
+    "logits_oracle",
     "m2po_oracle",
     "repository_clip_bounds",
     "select_literal",
