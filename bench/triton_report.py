@@ -178,14 +178,14 @@ def policy_variants() -> Iterator[Variant]:
     from m2po_kernels.backends.triton.backward import backward_kernel
     from m2po_kernels.backends.triton.forward import forward_kernel
 
-    few, many = (tuning.NVIDIA, tuning.AMD), (tuning.NVIDIA_MANY_INPUTS, tuning.AMD)
-    backward = [{"BLOCK": c.backward_block, **tuning.backward_options(c)} for c in few]
-    for dtype in ("fp32", "bf16"):
+    many = (tuning.NVIDIA_MANY_INPUTS, tuning.AMD)
+    for dtype, few in (("fp32", (tuning.NVIDIA, tuning.AMD)), ("bf16", (tuning.NVIDIA_HALF, tuning.AMD))):
+        backward = [{"BLOCK": c.backward_block, **tuning.backward_options(c)} for c in few]
         inputs = dict.fromkeys(("log_probs", "behavior", "advantages"), f"*{dtype}") | {"mask": "*u8"}
         extras = {"reference": f"*{dtype}", "weights": "*fp32", "keep": "*u8", "denominators": "*fp64"}
         work = {
-            "work": "*i64", "sums": "*fp64", "list_counts": "*i32", "list_v": "*fp32", "list_term": "*fp32", "list_offset": "*i16",
-            "scales": "*fp64", "cut": "*i64", "counts": "*i64", "floats": "*fp64", **dict.fromkeys(_FLOATS, "fp32"),
+            "work": "*i64", "sums": "*fp64", "list_counts": "*i32", "list_v": "*fp32", "list_term": "*fp32",
+            "list_offset": "*i16", "scales": "*fp64", "cut": "*i64", "counts": "*i64", "floats": "*fp64", **dict.fromkeys(_FLOATS, "fp32"),
         }  # fmt: skip
         flags = {
             **dict.fromkeys(("LOG_PROBS", "BEHAVIOR", "ADVANTAGES", "MASK"), 1),
@@ -287,7 +287,8 @@ def main() -> None:
 
 _INTRODUCTION = f"""# The Triton kernels as compiled
 
-Compiled ahead of time by Triton {triton.__version__} with the shipped configurations (`m2po_kernels/backends/triton/tuning.py`), without a GPU.
+Compiled ahead of time by Triton {triton.__version__} with the shipped configurations
+(`m2po_kernels/backends/triton/tuning.py`), without a GPU.
 Registers are per thread (NVIDIA) or per lane (AMD); spills are instructions that move a register to or from memory; loads and
 stores are counted in the PTX or ISA text. A kernel has each load twice: for whole blocks, and masked for the last one.
 

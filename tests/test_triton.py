@@ -50,5 +50,5 @@ def test_a_declined_call_goes_to_the_next_backend_unless_forced(monkeypatch):
     monkeypatch.setattr(dispatch, "ORDER", {"cpu": ("triton", "eager"), "*": ("eager",)})
     tokens = random_tokens((3, 9), dtype=torch.float64)
     assert select(*tokens).keep.shape == (3, 9)
-    with pytest.raises(BackendUnavailable, match="'triton'.*float64"):
+    with pytest.raises(BackendUnavailable, match=r"'triton'.*float64"):
         m2po_loss(*tokens, backend="triton")

@@ -99,6 +99,4 @@ def log_softmax_backward(
     """Writes d logits into `out` (shape and dtype of logits, any strides; may be `logits` itself)."""
     from .logits import log_softmax_backward
 
-    log_softmax_backward(
-        grad_log_probs, grad_entropy, log_probs, entropy, logits, token_ids, temperatures, args, out
-    )
+    log_softmax_backward(grad_log_probs, grad_entropy, log_probs, entropy, logits, token_ids, temperatures, args, out)

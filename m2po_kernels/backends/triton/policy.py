@@ -1,4 +1,4 @@
-"""select, policy_loss and its backward: from tensors to launches. Every size follows from the shape; nothing waits for the device."""
+"""select, policy_loss and its backward: from tensors to launches. Sizes follow from the shape; nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ...rule import Batch, Rule
 from . import forward, tuning
 from .backward import backward_kernel
 from .device import ABSENT, FLAT, STRIDED
+from .words import KINDS, SLOTS
 
 _DIVIDE_BY = {"valid": forward.DIVIDE_BY_VALID, "kept": forward.DIVIDE_BY_KEPT, "one": forward.DIVIDE_BY_ONE}
 _SELECT, _ONE_LOSS, _PER_TOKEN = 0, 1, 2
@@ -57,7 +58,7 @@ def policy_loss_backward(grad_loss: Tensor, scales: Tensor, cut: Tensor, batch: 
 def _forward(batch: Batch, rule: Rule, mode: int, out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     device = batch.log_probs.device
     tokens, columns = batch.log_probs.numel(), _columns(batch.log_probs)
-    config = tuning.config_for(device, many_inputs=any(t is not None for t in batch[4:-1]))
+    config = tuning.config_for(device, *_kind(batch))
     blocks = -(-tokens // config.block)
 
     def fresh(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -66,8 +67,8 @@ def _forward(batch: Batch, rule: Rule, mode: int, out: Tensor) -> tuple[Tensor, 
     scales, floats = fresh(2, dtype=torch.float64), fresh(len(FLOATS), dtype=torch.float64)
     cut, counts = fresh(2, dtype=torch.int64), fresh(len(COUNTS), dtype=torch.int64)
     programs = tuning.programs_for(device, config, blocks)
-    work = torch.zeros(forward.SLOTS + forward.KINDS * programs, dtype=torch.int64, device=device)
-    sums = work[forward.SLOTS :].view(torch.float64)
+    work = torch.zeros(SLOTS.value + KINDS.value * programs, dtype=torch.int64, device=device)
+    sums = work[SLOTS.value :].view(torch.float64)
     # Room for every token to be a candidate: what is not used is never touched.
     room = blocks * config.block
     list_v, list_term = fresh(room, dtype=torch.float32), fresh(room if mode else 1, dtype=torch.float32)
@@ -95,6 +96,11 @@ def _forward(batch: Batch, rule: Rule, mode: int, out: Tensor) -> tuple[Tensor, 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+
+
+def _kind(batch: Batch) -> tuple[bool, bool]:
+    """What tuning.config_for asks: inputs beyond the first four, and log-probs of 16 bits."""
+    return any(t is not None for t in batch[4:-1]), batch.log_probs.element_size() == 2
 
 
 def _columns(like: Tensor) -> int:

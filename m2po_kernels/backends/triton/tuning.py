@@ -37,6 +37,9 @@ CROWD = 64
 NVIDIA = Config(block=1024, num_warps=8, programs_per_unit=2, max_registers=128, backward_block=2048, backward_warps=8)
 # With every input given and none of them contiguous, 128 registers are not enough: one program has them all.
 NVIDIA_MANY_INPUTS = Config(1024, num_warps=8, programs_per_unit=1, max_registers=None, backward_block=2048, backward_warps=8)
+# 8 tokens a thread, so that a load of bf16 or fp16 is 16 bytes wide; two programs of 128 threads leave each thread all the
+# registers it can have.
+NVIDIA_HALF = Config(1024, num_warps=4, programs_per_unit=2, max_registers=None, backward_block=2048, backward_warps=8)
 # A wave has 64 lanes, so 4 warps are the same 256 threads; a compute unit has twice the registers.
 AMD = Config(block=1024, num_warps=4, programs_per_unit=2, max_registers=None, backward_block=2048, backward_warps=4)
 # The interpreter runs one program after the other, so the grid of the forward kernel, which waits, must be one program.
@@ -49,13 +52,15 @@ def _units(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def config_for(device: torch.device, many_inputs: bool = False) -> Config:
-    """many_inputs: beyond log-probs, behaviour log-probs, advantages and mask."""
+def config_for(device: torch.device, many_inputs: bool = False, half: bool = False) -> Config:
+    """many_inputs: beyond log-probs, behaviour log-probs, advantages and mask. half: log-probs of 16 bits."""
     if device.type == "cpu":
         return INTERPRETER
     if torch.version.hip:
         return AMD
-    return NVIDIA_MANY_INPUTS if many_inputs else NVIDIA
+    if many_inputs:
+        return NVIDIA_MANY_INPUTS
+    return NVIDIA_HALF if half else NVIDIA
 
 
 def programs_for(device: torch.device, config: Config, blocks: int) -> int:
