@@ -185,7 +185,8 @@ def policy_variants() -> Iterator[Variant]:
         extras = {"reference": f"*{dtype}", "weights": "*fp32", "keep": "*u8", "denominators": "*fp64"}
         work = {
             "work": "*i64", "sums": "*fp64", "list_counts": "*i32", "list_v": "*fp32", "list_term": "*fp32",
-            "list_offset": "*i16", "scales": "*fp64", "cut": "*i64", "counts": "*i64", "floats": "*fp64", **dict.fromkeys(_FLOATS, "fp32"),
+            "list_offset": "*i16", "scales": "*fp64", "cut": "*i64", "counts": "*i64", "floats": "*fp64",
+            **dict.fromkeys(_FLOATS, "fp32"),
         }  # fmt: skip
         flags = {
             **dict.fromkeys(("LOG_PROBS", "BEHAVIOR", "ADVANTAGES", "MASK"), 1),
