@@ -91,6 +91,7 @@ class Slack {
   // Pays for all of `bin` (its members share the exponent field) and says whether that could be done; else changes nothing.
   bool pay(const Bin& bin, int exponent) {
     if (bin.count == 0) return true;
+    if (unit_.mantissa == 0) return false;  // tau = 0: no candidate can stay
     const int shift = shift_of(exponent);
     if (exceeds_any_slack(bin.mantissas, shift)) return false;
     const Wide cost = (bin.mantissas << shift) - Wide{bin.count} * unit_.mantissa;
@@ -101,6 +102,7 @@ class Slack {
 
   // How many of `count` candidates of the one value with these bits can be paid for.
   int64_t affordable(typename Bits<Real>::Int bits, int64_t count) const {
+    if (unit_.mantissa == 0) return 0;
     const int shift = shift_of(exponent_field<Real>(bits));
     const Wide mantissa = mantissa_of<Real>(bits);
     if (exceeds_any_slack(mantissa, shift) || left_ < 0) return 0;
