@@ -16,6 +16,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from .contenders import LABELS, TASKS
 from .machine import RESULTS, ROOT
 
+LOGITS = "-logits"  # the end of the name of a file that bench.logits wrote
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 # Blue, orange, green and purple of Okabe and Ito's set, told apart by colour-blind readers, and grey for the copy.
 STYLES = {
@@ -80,7 +81,7 @@ def summary(results: Results) -> str:
         *_header(head),
     ]
     for tokens in results.tokens:
-        for share in results.shares:
+        for share in results.shares if tokens == results.tokens[-1] else results.shares[:1]:
             times = [results.median("forward_backward", tokens, share, name) for name in names]
             rows = [
                 results.rows.get((t, tokens, share, best), {}) for t in ("forward_backward", "forward_backward_reused", "forward")
@@ -89,7 +90,36 @@ def summary(results: Results) -> str:
             lines.append(
                 _line([_power(tokens), f"{share:.1%}", *map(_ms, times), _times(called), _times(reused), _ratio(rows[2])])
             )
-    lines += ["", *_costs(results)]
+    lines += [
+        "",
+        "(c) copies 17 B a token, the bytes of forward and backward together, so it moves twice as many as they do; the forward "
+        "alone reads 13. The other contenders and the copy empty the caches between rounds: run alone, again and again, a "
+        f"batch of 2^20 tokens takes about two thirds of this. All cases: [{results.path.stem}](bench/results/{results.path.stem}.md).",
+        "",
+        *_costs(results),
+    ]
+    return "\n".join(lines)
+
+
+def logits_summary(rows: list[dict]) -> str:
+    """The README's table of bench.logits: forward + backward, median ms and the memory it adds."""
+    names = [row["backend"] for row in rows if row["case"] == rows[0]["case"]]
+    facts = rows[0]
+    lines = [
+        "Log-probs of chosen tokens from logits, forward + backward (ours with `inplace=True`), median ms (MB added), in one run on "
+        f"{facts['device']}, {facts['threads']} threads; torch {facts['torch']}, trl {facts['trl']}; {facts['date']}.",
+        "",
+        *_header(["logits", *names, "native against log_softmax", "against trl"]),
+    ]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        own = {row["backend"]: row for row in rows if row["case"] == case}
+        cells = [
+            _ms(own[name]["median_ms"]) + ("" if own[name]["extra_mb"] is None else f" ({own[name]['extra_mb']:.0f} MB)")
+            for name in names
+        ]
+        best = own.get("native") or own[names[-1]]
+        cells += [_times(best["speedup_over_log_softmax"]), _times(best["speedup_over_trl"])]
+        lines.append(_line([case.removeprefix("logits/").replace("/", " "), *cells]))
     return "\n".join(lines)
 
 
@@ -222,6 +252,9 @@ def main(argv: list[str] | None = None) -> int:
     for file in files:
         if not file.is_file():
             parser.error(f"files: {file} is no file; expected JSON lines as bench.compare writes them")
+        if file.stem.endswith(LOGITS):
+            blocks.append(logits_summary([json.loads(line) for line in file.read_text().splitlines()]))
+            continue
         results = Results(file)
         file.with_suffix(".md").write_text(every_case(results))
         plot(results, file.with_suffix(".png"))
