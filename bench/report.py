@@ -94,7 +94,8 @@ def summary(results: Results) -> str:
         "",
         "(c) copies 17 B a token, the bytes of forward and backward together, so it moves twice as many as they do; the forward "
         "alone reads 13. The other contenders and the copy empty the caches between rounds: run alone, again and again, a "
-        f"batch of 2^20 tokens takes about two thirds of this. All cases: [{results.path.stem}](bench/results/{results.path.stem}.md).",
+        "batch of 2^20 tokens takes about two thirds of this. "
+        f"All cases: [{results.path.stem}](bench/results/{results.path.stem}.md).",
         "",
         *_costs(results),
     ]
@@ -106,8 +107,8 @@ def logits_summary(rows: list[dict]) -> str:
     names = [row["backend"] for row in rows if row["case"] == rows[0]["case"]]
     facts = rows[0]
     lines = [
-        "Log-probs of chosen tokens from logits, forward + backward (ours with `inplace=True`), median ms (MB added), in one run on "
-        f"{facts['device']}, {facts['threads']} threads; torch {facts['torch']}, trl {facts['trl']}; {facts['date']}.",
+        "Log-probs of chosen tokens from logits, forward + backward (ours with `inplace=True`), median ms (MB added), in one run "
+        f"on {facts['device']}, {facts['threads']} threads; torch {facts['torch']}, trl {facts['trl']}; {facts['date']}.",
         "",
         *_header(["logits", *names, "native against log_softmax", "against trl"]),
     ]
