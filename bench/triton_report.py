@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -60,7 +61,7 @@ CHIPS = (
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel with the types of its arguments. Those in neither `types` nor `constants` are int64."""
+    """One kernel with the types of its arguments. Those in neither `types` nor `constants` are int32, or what is annotated."""
 
     name: str
     kernel: Any
@@ -80,6 +81,7 @@ class Figures:
 
     registers: int
     spilled: int  # instructions that move a register to or from memory
+    parked: int  # AMD: scalar registers that wait in lanes of vector registers; they never go to memory
     shared: int
     wide_loads: int
     wide_stores: int
@@ -102,7 +104,8 @@ def _compile(key: tuple[int, str]) -> Figures:
     names = variant.kernel.arg_names
     constants = variant.constants | {n: x for n, x in variant.on(chip).items() if n in names}
     options = {n: x for n, x in variant.on(chip).items() if n not in names}
-    signature = {n: "constexpr" if n in constants else variant.types.get(n, "i64") for n in names}
+    integers = {p.name: p.annotation_type or "i32" for p in variant.kernel.params}
+    signature = {n: "constexpr" if n in constants else variant.types.get(n, integers[n]) for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
     source = ASTSource(variant.kernel, signature, constexprs=constants, attrs=aligned)
     compiled = compile_source(source, target=chip.target, options=options)
@@ -127,6 +130,7 @@ def _nvidia(compiled: Any) -> Figures:
     return Figures(
         registers=int(registers.group(1)),
         spilled=spilled,
+        parked=0,
         shared=compiled.metadata.shared,
         wide_loads=len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
         wide_stores=len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
@@ -141,7 +145,8 @@ def _amd(compiled: Any) -> Figures:
 
     return Figures(
         registers=number("vgpr_count"),
-        spilled=len(re.findall(r"\bscratch_(?:load|store)|\bbuffer_(?:load|store)_dword\S* .*Folded", isa)),
+        spilled=number("vgpr_spill_count") + len(re.findall(r"\bscratch_(?:load|store)_", isa)),
+        parked=number("sgpr_spill_count"),
         shared=compiled.metadata.shared,
         wide_loads=len(re.findall(r"(?:global|buffer)_load_dwordx4", isa)),
         wide_stores=len(re.findall(r"(?:global|buffer)_store_dwordx4", isa)),
@@ -258,16 +263,21 @@ def variants() -> list[Variant]:
 
 def table() -> str:
     """All figures as a Markdown table; raises SystemExit with the problems if there are any."""
-    lines = ["| kernel | chip | registers | spills | shared memory, B | 16-byte loads | 16-byte stores |", "| --- " * 7 + "|"]
+    lines = [
+        "| kernel | chip | registers | spills | parked | shared memory, B | 16-byte loads | 16-byte stores |",
+        "| --- " * 8 + "|",
+    ]
     problems = []
-    for variant in variants():
-        for chip in CHIPS:
-            f = figures(variant, chip)
+    cases = [(i, chip.name) for i in range(len(_REGISTRY)) for chip in CHIPS]
+    with ProcessPoolExecutor() as pool:
+        for (i, chip_name), f in zip(cases, pool.map(_compile, cases), strict=True):
+            variant, chip = _REGISTRY[i], next(c for c in CHIPS if c.name == chip_name)
             problems += [f"{variant.name} on {chip.name}: {problem}" for problem in f.problems(variant, chip)]
             lines.append(
-                f"| {variant.name} | {chip.name} | {f.registers} | {f.spilled} | {f.shared} | {f.wide_loads} | {f.wide_stores} |"
+                f"| {variant.name} | {chip.name} | {f.registers} | {f.spilled} | {f.parked} "
+                f"| {f.shared} | {f.wide_loads} | {f.wide_stores} |"
             )
-        print(variant.name, file=sys.stderr, flush=True)
+            print(lines[-1], file=sys.stderr, flush=True)
     if problems:
         raise SystemExit("\n".join(problems))
     return "\n".join(lines) + "\n"
@@ -290,8 +300,9 @@ _INTRODUCTION = f"""# The Triton kernels as compiled
 
 Compiled ahead of time by Triton {triton.__version__} with the shipped configurations
 (`m2po_kernels/backends/triton/tuning.py`), without a GPU.
-Registers are per thread (NVIDIA) or per lane (AMD); spills are instructions that move a register to or from memory; loads and
-stores are counted in the PTX or ISA text. A kernel has each load twice: for whole blocks, and masked for the last one.
+Registers are per thread (NVIDIA) or per lane (AMD). Spills are instructions that move a register to or from memory. Parked are AMD's
+scalar registers that wait in lanes of vector registers; they never go to memory. Loads and stores are counted in the PTX or
+ISA text. A kernel has each load twice, for whole blocks and masked for the last one.
 
 """
 

@@ -20,7 +20,16 @@ from m2po_kernels.backends import triton as backend_module
 from m2po_kernels.errors import BackendUnavailable
 
 HERE = Path(__file__).resolve().parent
-CASES = ("masks_and_cuts", "equal_values", "options", "slack", "bytes_per_token", "launches", "fp64_is_declined")
+CASES = (
+    "masks_and_cuts",
+    "equal_values",
+    "options",
+    "rows_with_a_stride",
+    "slack",
+    "bytes_per_token",
+    "launches",
+    "fp64_is_declined",
+)
 
 pytestmark = pytest.mark.skipif(not backend_module._is_installed(), reason="the package triton is not installed")
 

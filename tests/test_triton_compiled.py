@@ -31,5 +31,9 @@ CASES = [
 def test_fits_the_chip_without_spilling(variant: Variant, chip: Chip):
     made = figures(variant, chip)
     assert not made.problems(variant, chip)
-    if "plain, fp32" in variant.name:  # everything contiguous: both log-probs and the advantages
-        assert made.wide_loads >= 3 or "softmax" in variant.name
+    if "softmax" in variant.name:
+        assert made.wide_loads >= 1
+    elif "plain" in variant.name and (chip.target.backend == "cuda" or "fp32" in variant.name):
+        assert made.wide_loads >= 3  # both log-probs and the advantages
+    elif "every option, fp32" in variant.name:
+        assert made.wide_loads >= 5  # rows with a stride: those, reference log-probs and weights

@@ -22,10 +22,10 @@ _SCALARS = (
 def backward_kernel(
     log_probs, behavior, advantages, mask, reference, weights, keep, grad, scales, cut, out,
     tokens: tl.int64, columns: tl.int64,
-    log_probs_s0: tl.int64, log_probs_s1: tl.int64, behavior_s0: tl.int64, behavior_s1: tl.int64,
-    advantages_s0: tl.int64, advantages_s1: tl.int64, mask_s0: tl.int64, mask_s1: tl.int64,
-    reference_s0: tl.int64, reference_s1: tl.int64, weights_s0: tl.int64, weights_s1: tl.int64,
-    keep_s0: tl.int64, keep_s1: tl.int64, grad_s0: tl.int64, grad_s1: tl.int64, out_s0: tl.int64, out_s1: tl.int64,
+    log_probs_s0, log_probs_s1, behavior_s0, behavior_s1,
+    advantages_s0, advantages_s1, mask_s0, mask_s1,
+    reference_s0, reference_s1, weights_s0, weights_s1,
+    keep_s0, keep_s1, grad_s0, grad_s1, out_s0, out_s1,
     log_high, log_low, log_cap, kl_coef,
     LOG_PROBS: tl.constexpr, BEHAVIOR: tl.constexpr, ADVANTAGES: tl.constexpr, MASK: tl.constexpr,
     REFERENCE: tl.constexpr, WEIGHTS: tl.constexpr, KEEP: tl.constexpr, GRAD: tl.constexpr, OUT: tl.constexpr,
@@ -36,14 +36,12 @@ def backward_kernel(
     tokens = tokens.to(tl.int64)
     columns = columns.to(tl.int64)
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    left = tl.minimum(tokens - start, BLOCK).to(tl.int32)
-    whole = left == BLOCK
-    first_row, row, column = place(start, columns, lane)
+    at = place(start, tokens, columns, BLOCK)
     d, v, a, q, weight, valid, _, region, kept = token_terms(
         log_probs, behavior, advantages, mask, reference, weights, keep,
         log_probs_s0, log_probs_s1, behavior_s0, behavior_s1, advantages_s0, advantages_s1, mask_s0, mask_s1,
         reference_s0, reference_s1, weights_s0, weights_s1, keep_s0, keep_s1,
-        start, lane, first_row, row, column, left, whole,
+        at,
         LOG_PROBS, BEHAVIOR, ADVANTAGES, MASK, REFERENCE, WEIGHTS, KEEP, SCOPE_ALL, DROP_BAD,
     )  # fmt: skip
     moves = valid & (a != 0)
@@ -60,7 +58,7 @@ def backward_kernel(
         moves = moves & ~((a < 0) & (d > log_cap))
 
     if GRAD:
-        factor = load(grad, GRAD, start, lane, first_row, row, column, grad_s0, grad_s1, left, whole).to(tl.float64)
+        factor = load(grad, GRAD, at, grad_s0, grad_s1).to(tl.float64)
     else:
         factor = tl.load(grad).to(tl.float64)
     coefficient = tl.where(moves, (-factor * tl.load(scales)).to(tl.float32), 0.0)
@@ -76,4 +74,4 @@ def backward_kernel(
         if WEIGHTS:
             scaled = scaled * weight
         gradient -= tl.where(coefficient != 0, pull * scaled, 0.0)
-    store(out, OUT, start, lane, first_row, row, column, out_s0, out_s1, left, whole, gradient)
+    store(out, OUT, at, out_s0, out_s1, gradient)

@@ -6,10 +6,9 @@ import triton
 import triton.language as tl
 
 # How a tensor lies in memory: not given; one run of consecutive elements; rows and columns with strides.
-ABSENT = 0
-FLAT = 1
-STRIDED = 2
-_FLAT = tl.constexpr(FLAT)
+ABSENT = tl.constexpr(0)
+FLAT = tl.constexpr(1)
+STRIDED = tl.constexpr(2)
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # ln 2 in two parts, the first of 10 bits so that its product with an exponent is exact.
@@ -20,45 +19,65 @@ _ROUND = tl.constexpr(12582912.0)
 _ROUND_POSITIVE = tl.constexpr(8388608.0)
 _INFINITY = tl.constexpr(float("inf"))
 _BUCKETS = tl.constexpr(256)
+_RUN = tl.constexpr(16)  # elements, 16 bytes or more of every type
 
 
 @triton.jit
-def place(start, columns, lane):
-    """Row of the block's first token; then rows from there and columns of the tokens at start + lane, in 32 bits.
+def place(start, tokens, columns, BLOCK: tl.constexpr):
+    """Where the block of tokens from `start` on is, as `load` and `store` take it.
 
-    One 64-bit division for the block, 32-bit ones for its tokens. There are at most 2^31 columns.
+    That is: start; lanes; columns of a row; row of the first token; rows from there and columns of the tokens, in 32 bits; how
+    many tokens there are; whether the block is full. One 64-bit division for the block, 32-bit ones for its tokens. There
+    are at most 2^31 columns.
     """
+    lane = tl.arange(0, BLOCK)
+    left = tl.minimum(tokens - start, BLOCK).to(tl.int32)
     first_row = start // columns
     column = (start - first_row * columns).to(tl.uint32) + lane.to(tl.uint32)
     wraps = column // columns.to(tl.uint32)
-    return first_row, wraps, column - wraps * columns.to(tl.uint32)
+    return start, lane, columns, first_row, wraps, column - wraps * columns.to(tl.uint32), left, left == BLOCK
 
 
 @triton.jit
-def load(base, layout: tl.constexpr, start, lane, first_row, row, column, row_stride, column_stride, left, whole):
-    """Tokens start + lane. A whole block needs no mask, which is what lets its loads be 16 bytes wide."""
-    if layout == _FLAT:
-        at = base + start + lane
+def _offset(layout: tl.constexpr, at, row_stride, column_stride):
+    start, lane, _, first_row, row, column, _, _ = at
+    if layout == FLAT:
+        offset = start + lane
     else:
-        at = base + first_row * row_stride + (row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride)
-    if whole:
-        x = tl.load(at)
+        offset = first_row * row_stride + (row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride)
+    return offset
+
+
+@triton.jit
+def load(base, layout: tl.constexpr, at, row_stride, column_stride):
+    """A whole block needs no mask, which is what lets its loads be 16 bytes wide.
+
+    Those of rows with a stride are so too if rows and stride are whole runs of _RUN elements. That is asked when the kernel
+    runs: a constexpr would compile it anew for other shapes.
+    """
+    _, lane, columns, _, _, _, left, whole = at
+    offset = _offset(layout, at, row_stride, column_stride)
+    if layout == FLAT:
+        if whole:
+            x = tl.load(base + offset)
+        else:
+            x = tl.load(base + offset, mask=lane < left, other=0)
+    elif whole & (column_stride == 1) & ((columns | row_stride) % _RUN == 0):
+        x = tl.load(base + tl.max_contiguous(tl.multiple_of(offset, _RUN), _RUN))
     else:
-        x = tl.load(at, mask=lane < left, other=0)
+        x = tl.load(base + offset, mask=lane < left, other=0)
     return x
 
 
 @triton.jit
-def store(base, layout: tl.constexpr, start, lane, first_row, row, column, row_stride, column_stride, left, whole, x):
-    if layout == _FLAT:
-        at = base + start + lane
-    else:
-        at = base + first_row * row_stride + (row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride)
+def store(base, layout: tl.constexpr, at, row_stride, column_stride, x):
+    _, lane, _, _, _, _, left, whole = at
+    offset = _offset(layout, at, row_stride, column_stride)
     x = x.to(base.dtype.element_ty)
     if whole:
-        tl.store(at, x)
+        tl.store(base + offset, x)
     else:
-        tl.store(at, x, mask=lane < left)
+        tl.store(base + offset, x, mask=lane < left)
 
 
 @triton.jit

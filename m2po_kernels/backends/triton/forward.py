@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .cut import first_unpaid, slack_of
-from .device import add_to_bins, exp_terms, is_finite, is_last, load, place, release, round_positive, store, wait
+from .device import FLAT, add_to_bins, exp_terms, is_finite, is_last, load, place, release, round_positive, store, wait
 from .drop import drop, finish
 from .words import (
     BAD,
@@ -58,29 +58,21 @@ def token_terms(
     log_probs, behavior, advantages, mask, reference, weights, keep,
     log_probs_s0, log_probs_s1, behavior_s0, behavior_s1, advantages_s0, advantages_s1, mask_s0, mask_s1,
     reference_s0, reference_s1, weights_s0, weights_s1, keep_s0, keep_s1,
-    start, lane, first_row, row, column, left, whole,
+    at,
     LOG_PROBS: tl.constexpr, BEHAVIOR: tl.constexpr, ADVANTAGES: tl.constexpr, MASK: tl.constexpr,
     REFERENCE: tl.constexpr, WEIGHTS: tl.constexpr, KEEP: tl.constexpr, SCOPE_ALL: tl.constexpr, DROP_BAD: tl.constexpr,
 ):  # fmt: skip
     """d, v, A, q, weight (0 where not valid), and the classes valid, bad, T, kept by a given selection."""
-    current = load(log_probs, LOG_PROBS, start, lane, first_row, row, column, log_probs_s0, log_probs_s1, left, whole).to(
-        tl.float32
-    )
-    old = load(behavior, BEHAVIOR, start, lane, first_row, row, column, behavior_s0, behavior_s1, left, whole).to(tl.float32)
-    a = load(advantages, ADVANTAGES, start, lane, first_row, row, column, advantages_s0, advantages_s1, left, whole).to(
-        tl.float32
-    )
-    valid = (load(mask, MASK, start, lane, first_row, row, column, mask_s0, mask_s1, left, whole) != 0) & (lane < left)
+    _, lane, _, _, _, _, left, _ = at
+    current = load(log_probs, LOG_PROBS, at, log_probs_s0, log_probs_s1).to(tl.float32)
+    old = load(behavior, BEHAVIOR, at, behavior_s0, behavior_s1).to(tl.float32)
+    a = load(advantages, ADVANTAGES, at, advantages_s0, advantages_s1).to(tl.float32)
+    valid = (load(mask, MASK, at, mask_s0, mask_s1) != 0) & (lane < left)
     d = current - old
     bad = valid & ~(is_finite(d) & is_finite(a))
     q = d
     if REFERENCE:
-        q = (
-            load(reference, REFERENCE, start, lane, first_row, row, column, reference_s0, reference_s1, left, whole).to(
-                tl.float32
-            )
-            - current
-        )
+        q = load(reference, REFERENCE, at, reference_s0, reference_s1).to(tl.float32) - current
         bad = bad | (valid & ~is_finite(q))
     if DROP_BAD:
         valid = valid & ~bad
@@ -94,10 +86,10 @@ def token_terms(
         region = ((a > 0) & (d > 0)) | ((a < 0) & (d < 0))
     weight = valid.to(tl.float32)
     if WEIGHTS:
-        weight = load(weights, WEIGHTS, start, lane, first_row, row, column, weights_s0, weights_s1, left, whole).to(tl.float32)
+        weight = load(weights, WEIGHTS, at, weights_s0, weights_s1).to(tl.float32)
     kept = valid
     if KEEP:
-        kept = load(keep, KEEP, start, lane, first_row, row, column, keep_s0, keep_s1, left, whole) != 0
+        kept = load(keep, KEEP, at, keep_s0, keep_s1) != 0
     return d, v, a, q, weight, valid, bad, region, kept
 
 
@@ -116,11 +108,11 @@ def forward_kernel(
     log_probs, behavior, advantages, mask, reference, weights, keep, denominators,
     work, sums, list_counts, list_v, list_term, list_offset, loss, keep_out, scales, cut, counts, floats,
     tokens: tl.int64, columns: tl.int64,
-    log_probs_s0: tl.int64, log_probs_s1: tl.int64, behavior_s0: tl.int64, behavior_s1: tl.int64,
-    advantages_s0: tl.int64, advantages_s1: tl.int64, mask_s0: tl.int64, mask_s1: tl.int64,
-    reference_s0: tl.int64, reference_s1: tl.int64, weights_s0: tl.int64, weights_s1: tl.int64,
-    keep_s0: tl.int64, keep_s1: tl.int64, denominators_stride: tl.int64,
-    tau0: tl.int64, tau1: tl.int64, exponent: tl.int64, lowest_bin: tl.int64, candidate_above, scale, scale_rest,
+    log_probs_s0, log_probs_s1, behavior_s0, behavior_s1,
+    advantages_s0, advantages_s1, mask_s0, mask_s1,
+    reference_s0, reference_s1, weights_s0, weights_s1,
+    keep_s0, keep_s1, denominators_stride,
+    tau0, tau1, exponent, lowest_bin, candidate_above, scale, scale_rest,
     log_high, log_low, ratio_high, ratio_low, log_cap, cap, kl_coef,
     LOG_PROBS: tl.constexpr, BEHAVIOR: tl.constexpr, ADVANTAGES: tl.constexpr, MASK: tl.constexpr,
     REFERENCE: tl.constexpr, WEIGHTS: tl.constexpr, KEEP: tl.constexpr,
@@ -141,14 +133,12 @@ def forward_kernel(
     block = mine
     while block < blocks:
         start = block * BLOCK
-        left = tl.minimum(tokens - start, BLOCK).to(tl.int32)
-        whole = left == BLOCK
-        first_row, row, column = place(start, columns, lane)
+        at = place(start, tokens, columns, BLOCK)
         d, v, a, q, weight, valid, bad, region, kept = token_terms(
             log_probs, behavior, advantages, mask, reference, weights, keep,
             log_probs_s0, log_probs_s1, behavior_s0, behavior_s1, advantages_s0, advantages_s1, mask_s0, mask_s1,
             reference_s0, reference_s1, weights_s0, weights_s1, keep_s0, keep_s1,
-            start, lane, first_row, row, column, left, whole,
+            at,
             LOG_PROBS, BEHAVIOR, ADVANTAGES, MASK, REFERENCE, WEIGHTS, KEEP, SCOPE_ALL, DROP_BAD,
         )  # fmt: skip
         bad_here = bad.to(tl.int64)
@@ -217,19 +207,19 @@ def forward_kernel(
                 term = tl.where(flows, policy, 0.0)  # what a kept candidate adds
             else:
                 both = tl.where(flows, policy, 0.0) + kl  # as if all candidates were kept
-                store(loss, 1, start, lane, first_row, row, column, 0, 0, left, whole, both)
+                store(loss, FLAT, at, 0, 0, both)
                 term = kl  # what a dropped candidate leaves
         else:
-            store(keep_out, 1, start, lane, first_row, row, column, 0, 0, left, whole, valid)
+            store(keep_out, FLAT, at, 0, 0, valid)
 
         tl.store(list_counts + block, n_over)
         if n_over > 0:
             bits = v.to(tl.int32, bitcast=True)
-            at = tl.cumsum(over.to(tl.int32), 0) - 1
-            tl.store(list_v + start + at, v, mask=over)
-            tl.store(list_offset + start + at, lane.to(tl.int16), mask=over)
+            entry = start + tl.cumsum(over.to(tl.int32), 0) - 1
+            tl.store(list_v + entry, v, mask=over)
+            tl.store(list_offset + entry, lane.to(tl.int16), mask=over)
             if LOSS:
-                tl.store(list_term + start + at, term, mask=over)
+                tl.store(list_term + entry, term, mask=over)
             mantissas = (bits & 0x7FFFFF) | tl.where(bits >> 23 > 0, 0x800000, 0)
             add_to_bins(work + FIRST_DIGIT, bits >> 20, mantissas, over, n_over, 2048, True, CROWD)
             add(slots, CANDIDATES, n_over.to(tl.int64))

@@ -123,10 +123,10 @@ def _layouts(batch: Batch) -> tuple[dict[str, int], dict[str, int]]:
 
 def _layout(tensor: Tensor | None) -> tuple[int, int, int]:
     if tensor is None:
-        return ABSENT, 0, 0
+        return ABSENT.value, 0, 0
     if tensor.is_contiguous():
-        return FLAT, 0, 0
-    return STRIDED, tensor.stride(0) if tensor.dim() == 2 else 0, tensor.stride(-1)
+        return FLAT.value, 0, 0
+    return STRIDED.value, tensor.stride(0) if tensor.dim() == 2 else 0, tensor.stride(-1)
 
 
 def _scalars(rule: Rule) -> dict[str, float]:

@@ -35,12 +35,15 @@ CROWD = 64
 # each other; they keep 2 * 1024 * 13 bytes = 27 KB of loads in flight, about bandwidth times latency of an A100.
 # The backward needs 56 registers at 8 tokens a thread, and is bound by nothing but memory. By reasoning; not yet measured.
 NVIDIA = Config(block=1024, num_warps=8, programs_per_unit=2, max_registers=128, backward_block=2048, backward_warps=8)
-# With every input given and none of them contiguous, 128 registers are not enough: one program has them all.
-NVIDIA_MANY_INPUTS = Config(1024, num_warps=8, programs_per_unit=1, max_registers=None, backward_block=2048, backward_warps=8)
+# With every input given and none of them contiguous, 128 registers are not enough: one program has them all (164 to 188 for
+# sm_80 and sm_90; left alone, ptxas stops at 128 and spills).
+NVIDIA_MANY_INPUTS = Config(1024, num_warps=8, programs_per_unit=1, max_registers=255, backward_block=2048, backward_warps=8)
 # 8 tokens a thread, so that a load of bf16 or fp16 is 16 bytes wide; two programs of 128 threads leave each thread all the
 # registers it can have (left alone, ptxas stops at 168 for sm_90 and spills).
 NVIDIA_HALF = Config(1024, num_warps=4, programs_per_unit=2, max_registers=255, backward_block=2048, backward_warps=8)
-# A wave has 64 lanes, so 4 warps are the same 256 threads; a compute unit has twice the registers.
+# A wave has 64 lanes, so 4 warps are the same 256 threads; a compute unit has twice the registers. Masks of lanes take scalar
+# registers in pairs, more than there are: the rest wait in lanes of vector registers, which are to spare, and never go to memory.
+# Smaller blocks or more warps halve the width of loads and leave most of them there (compiled for gfx942).
 AMD = Config(block=1024, num_warps=4, programs_per_unit=2, max_registers=None, backward_block=2048, backward_warps=4)
 # The interpreter runs one program after the other, so the grid of the forward kernel, which waits, must be one program.
 # Its cost is per operation, not per token; this size still gives small batches more than one block.
