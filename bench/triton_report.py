@@ -300,8 +300,8 @@ _INTRODUCTION = f"""# The Triton kernels as compiled
 
 Compiled ahead of time by Triton {triton.__version__} with the shipped configurations
 (`m2po_kernels/backends/triton/tuning.py`), without a GPU.
-Registers are per thread (NVIDIA) or per lane (AMD). Spills are instructions that move a register to or from memory. Parked are AMD's
-scalar registers that wait in lanes of vector registers; they never go to memory. Loads and stores are counted in the PTX or
+Registers are per thread (NVIDIA) or per lane (AMD). Spills are instructions that move a register to or from memory. Parked are
+AMD's scalar registers that wait in lanes of vector registers; they never go to memory. Loads and stores are counted in the PTX or
 ISA text. A kernel has each load twice, for whole blocks and masked for the last one.
 
 """

@@ -77,8 +77,12 @@ def _poisoned_memory():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _interpreter_rounds_as_gpus_do():
-    """Triton's interpreter (3.6) cuts fp32 off to bfloat16 where a GPU rounds to even."""
+def _interpreter_as_gpus_do():
+    """Where Triton's interpreter (seen in 3.6 to 3.9) gives other bits than a GPU, in what the kernels use.
+
+    It cuts fp32 off to bfloat16, where a GPU rounds to even. And it labels the result of a comparison with the type of what
+    was compared, so that a later cast of it, or a mask made of it, takes true for a number of that type.
+    """
     if dispatch.why_not("triton", "cpu") is not None:
         yield
         return
@@ -86,16 +90,21 @@ def _interpreter_rounds_as_gpus_do():
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    original = InterpreterBuilder.create_fp_trunc
+    truncate, binary = InterpreterBuilder.create_fp_trunc, InterpreterBuilder.binary_op
 
     def create_fp_trunc(self, src, dst_type):
         if dst_type.scalar != tl.bfloat16:
-            return original(self, src, dst_type)
+            return truncate(self, src, dst_type)
         rounded = torch.from_numpy(numpy.array(src.data)).to(torch.bfloat16).view(torch.uint16)
         return TensorHandle(rounded.numpy(), tl.bfloat16)
 
+    def binary_op(self, lhs, rhs, op):
+        result = binary(self, lhs, rhs, op)
+        return TensorHandle(result.data, tl.int1) if result.data.dtype == numpy.bool_ else result
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_fp_trunc", create_fp_trunc)
+        patch.setattr(InterpreterBuilder, "binary_op", binary_op)
         yield
 
 
