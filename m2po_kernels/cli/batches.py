@@ -33,14 +33,14 @@ class Case:
     published: WorkedCase | RolloutFigures | None = None
 
 
-def all_cases() -> Iterator[Case]:
-    """Every case, group by group, made one at a time."""
+def all_cases(rollouts: bool = True) -> Iterator[Case]:
+    """Every case, group by group, made one at a time. rollouts: with the bundled ones, which safetensors reads."""
     for worked in WORKED_CASES:
         for dtype in DTYPES:
             published = worked if dtype == torch.float32 else None
             options = {"m2_threshold": worked.m2_threshold}
             yield Case("worked T1-T12", f"{worked.name} {_short(dtype)}", worked.tensors(dtype), options, published=published)
-    for figures in ROLLOUT_FIGURES:
+    for figures in ROLLOUT_FIGURES if rollouts else ():
         name = figures.column.removeprefix("log_probs_")
         yield Case(f"rollouts {name}", name, bundled(figures.column), published=figures)
     for dtype in DTYPES:

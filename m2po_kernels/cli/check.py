@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import torch
 import typer
 
 from .. import dispatch
-from ..errors import BackendUnavailable
-from .batches import Case, all_cases
+from .batches import all_cases
+from .comparisons import Row, compare_all
 from .doctor import backend_reason
-from .oracle import Comparison, Expected, compare
 from .shared import CliError, one_line, print_json, progress_bar, stdout_console
-
-
-@dataclass
-class Row:
-    """One backend on one group of cases; errors are the largest of the group."""
-
-    backend: str
-    group: str
-    cases: int = 0
-    masks_equal: int = 0
-    masks_compared: int = 0
-    loss_error: float = 0.0
-    grad_error: float = 0.0
-    m2_before: float = 0.0
-    m2_after: float = 0.0
-    declined: int = 0
-    declined_why: str = ""
-    failures: int = 0
-
-    @property
-    def ok(self) -> bool:
-        """No failure. Cases that the backend declined with a reason do not count, see `check`."""
-        return self.failures == 0
-
-    def add(self, case: Case, result: Comparison) -> None:
-        """Takes one comparison into the row."""
-        self.cases += 1
-        if not case.clip:
-            self.masks_compared += 1
-            self.masks_equal += result.mask_differs == 0
-        self.loss_error = _worse(self.loss_error, result.loss_error)
-        self.grad_error = _worse(self.grad_error, result.grad_error)
-        self.m2_before = max(self.m2_before, result.m2_before)
-        self.m2_after = max(self.m2_after, result.m2_after)
-        self.failures += bool(result.problems)
 
 
 def check(
@@ -100,41 +63,10 @@ def _backends(given: list[str] | None, device: torch.device) -> tuple[list[str],
 
 
 def _run(names: list[str], device: torch.device) -> tuple[list[Row], list[str]]:
-    rows: dict[tuple[str, str], Row] = {}
-    messages: list[str] = []
     cases = list(all_cases())
     with progress_bar() as progress:
         task = progress.add_task("against the oracle", total=len(cases) * len(names))
-        for case in cases:
-            expected = Expected.of(case)
-            for name in names:
-                row = rows.setdefault((name, case.group), Row(name, case.group))
-                problems = _one(row, case, expected, name, device)
-                messages += [f"{name}, {case.group}, {case.name}: {problem}" for problem in problems]
-                progress.advance(task)
-    return [row for name in names for row in rows.values() if row.backend == name], messages
-
-
-def _one(row: Row, case: Case, expected: Expected, name: str, device: torch.device) -> tuple[str, ...]:
-    try:
-        result = compare(case, expected, name, device)
-    except BackendUnavailable as error:
-        row.declined += 1
-        row.declined_why = str(error)
-        if case.inputs[0].dtype == torch.float64:
-            return ()
-        row.failures += 1
-        return (f"declined: {error}",)
-    except Exception as error:  # a crash of one case is that case's failure; the others still have to be seen
-        row.cases += 1
-        row.failures += 1
-        return (f"raised {one_line(error)}",)
-    row.add(case, result)
-    return result.problems
-
-
-def _worse(a: float, b: float) -> float:
-    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+        return compare_all(cases, names, device, lambda: progress.advance(task))
 
 
 def _print(device: torch.device, rows: list[Row], messages: list[str], not_run: dict[str, str]) -> None:

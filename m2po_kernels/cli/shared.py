@@ -7,10 +7,12 @@ import json
 import math
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+# rich is imported where it is used: comparisons.py runs without the extra `cli`.
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 PIPE_WIDTH = 140  # columns of a table that goes to a file or a pipe, where rich would assume 80 and wrap
 
@@ -21,16 +23,22 @@ class CliError(Exception):
 
 def stdout_console() -> Console:
     """Console for results."""
+    from rich.console import Console
+
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def stderr_console() -> Console:
     """Console for progress and notes, so that stdout holds nothing but results."""
+    from rich.console import Console
+
     return Console(stderr=True, highlight=False)
 
 
 def progress_bar() -> Progress:
     """A bar on stderr that is gone when the work is done; none where stderr is no terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     console = stderr_console()
     return Progress(
         SpinnerColumn(),
