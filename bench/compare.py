@@ -1,4 +1,4 @@
-"""All contenders in one process, alternately, so that the drift of the machine cancels in their ratios; rows to bench/results/.
+"""On a CPU: all contenders alternately, so that the drift of the machine cancels in their ratios; rows to bench/results/.
 
 `python -m bench.compare` (about 6 minutes on 2 cores), `--quick` for a smoke run whose rows go nowhere unless --out is given.
 """
@@ -9,11 +9,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-
-import torch
 
 from . import contenders, gate, machine, memory
 from .contenders import LABELS, NAMES, TASKS, Call
@@ -33,30 +30,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shares", nargs="+", type=float, choices=SHARES, default=list(SHARES), help="candidates in T")
     parser.add_argument("--contenders", nargs="+", choices=NAMES, metavar="NAME", help=f"default: all of {', '.join(NAMES)}")
     parser.add_argument("--seconds", type=float, help="time for the rounds of one batch; default 40, a quarter of it below 2^24")
-    parser.add_argument("--device", default="cpu", help="cpu (default), or a GPU as torch names it")
     parser.add_argument("--out", type=Path, help="default: bench/results/<machine>.jsonl; the file is replaced")
     args = parser.parse_args(argv)
     names = args.contenders or [name for name in NAMES if not (args.quick and name == "compiled")]
     present = []
     for name in names:
-        reason = contenders.why_not(name, args.device)
+        reason = contenders.why_not(name)
         if reason is None:
             present.append(name)
         elif args.contenders:
-            parser.error(f"contender {name} cannot run on {args.device}: {reason}")
+            parser.error(f"contender {name} cannot run: {reason}")
         else:
             _say(f"{name} is left out: {reason}")
-    shared = machine.facts(args.device)
+    shared = machine.facts()
     rows: list[dict] = []
     try:
         for tokens in args.tokens or ((TOKENS[0],) if args.quick else TOKENS):
             seconds = args.seconds or (1.0 if args.quick else 40.0 if tokens >= 1 << 24 else 10.0)
             for share in args.shares:
-                rows += compare(tokens, share, present, seconds, args.device)
+                rows += compare(tokens, share, present, seconds)
     except gate.GateRed as error:
         _say(f"no rows written: {error}")
         return 1
-    if not args.quick and args.device == "cpu":
+    if not args.quick:
         rows += _memory_rows(rows, present)
     if args.out is None and args.quick:
         return 0
@@ -67,13 +63,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def compare(tokens: int, share: float, names: list[str], seconds: float, device: str = "cpu") -> list[dict]:
+def compare(tokens: int, share: float, names: list[str], seconds: float) -> list[dict]:
     """The rows of one batch: each contender and task, gated, then timed in rounds for about `seconds`."""
     case = f"{tokens} tokens, {share:.1%} candidates"
     _say(f"{case}: batch, oracle, gate")
-    batch = make_batch(tokens, share, device=device)
+    batch = make_batch(tokens, share)
     oracle = gate.Oracle.of(batch)
-    wait: Callable[[], None] = torch.accelerator.synchronize if device != "cpu" else lambda: None
     calls: dict[tuple[str, str], Call] = {}
     first: dict[tuple[str, str], float] = {}
     for task in TASKS:
@@ -82,10 +77,10 @@ def compare(tokens: int, share: float, names: list[str], seconds: float, device:
                 continue
             call = contenders.make_call(name, task, batch)
             gate.check(oracle, call, f"{name} {task}, {case}")
-            calls[name, task], first[name, task] = call, _time(call, wait)
+            calls[name, task], first[name, task] = call, _time(call)
     del oracle
-    way, copy = _fastest_copy(contenders.copy_calls(tokens, device), wait)
-    times = _rounds(calls, first, copy, seconds, wait)
+    way, copy = _fastest_copy(contenders.copy_calls(tokens))
+    times = _rounds(calls, first, copy, seconds)
     copy_median = median(times["copy", "copy"])
     rows = []
     for (name, task), samples in times.items():
@@ -115,7 +110,6 @@ def _rounds(
     first: dict[tuple[str, str], float],
     copy: Call,
     seconds: float,
-    wait: Callable[[], None],
 ) -> Times:
     """Round after round through all calls. Within a task, the quick calls and the copy have a turn after each slow one."""
     times: Times = {key: [] for key in calls}
@@ -128,31 +122,29 @@ def _rounds(
             slow = [key for key in keys if first[key] > slowest / 10]
             quick = [(key, calls[key]) for key in keys if key not in slow] + [(("copy", "copy"), copy)]
             for key in slow:
-                times[key].append(_time(calls[key], wait))
+                times[key].append(_time(calls[key]))
                 for _ in range(QUICK_CALLS):
                     for quick_key, call in quick:
-                        times[quick_key].append(_time(call, wait))
+                        times[quick_key].append(_time(call))
         done += 1
     return times
 
 
-def _fastest_copy(ways: dict[str, Call], wait: Callable[[], None]) -> tuple[str, Call]:
+def _fastest_copy(ways: dict[str, Call]) -> tuple[str, Call]:
     """The way whose median of 15 alternate runs is least, as the baseline: the harder one to be measured against."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(15):
         for name, call in ways.items():
-            times[name].append(_time(call, wait))
+            times[name].append(_time(call))
     best = min(ways, key=lambda name: median(times[name]))
     return best, ways[best]
 
 
-def _time(call: Call, wait: Callable[[], None]) -> float:
+def _time(call: Call) -> float:
     """Seconds of one run. The result lives until the clock has stopped: freeing it is no part of the call."""
     call.reset()
-    wait()
     start = time.perf_counter()
     result = call.run()
-    wait()
     elapsed = time.perf_counter() - start
     del result
     return elapsed

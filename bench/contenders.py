@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +34,7 @@ LABELS = {
     "copy": "c: copy of 17 B a token",
     "eager": "m2po_kernels eager",
     "native": "m2po_kernels native",
+    "triton": "m2po_kernels triton",
 }
 
 
@@ -63,7 +63,7 @@ def make_call(name: str, task: str, batch: TokenBatch) -> Call:
     tensors = batch.tensors()
     if task == "forward_backward_reused":
         return Call(_reusing(name, batch), _nothing)
-    select, loss = _functions(name, task, tensors)
+    select, loss = functions(name, task, tensors)
     if task == "select":
         return Call(partial(select, *tensors), _nothing)
     if task == "forward":
@@ -84,9 +84,12 @@ def _nothing() -> None:
     """A task that leaves nothing behind."""
 
 
-def _functions(name: str, task: str, tensors: tuple[Tensor, ...]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+def functions(name: str, task: str, tensors: tuple[Tensor, ...]) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """(select, loss) of a contender, each of the four tensors of a batch. `compiled` compiles the one that `task` names, here."""
     if name == "sort_based":
         return sort_based.select, sort_based.loss
+    if name == "sort_static":
+        return sort_based.select_static, sort_based.loss_static
     if name == "compiled":
         chosen = compiled.compile_for(compiled.select if task == "select" else compiled.loss, *tensors)
         return chosen, chosen
@@ -115,15 +118,16 @@ def _reusing(name: str, batch: TokenBatch) -> Callable[[], tuple[Tensor, Tensor]
     return run
 
 
-def copy_calls(tokens: int, device: str = "cpu") -> dict[str, Call]:
+def copy_calls(tokens: int) -> dict[str, Call]:
     """Ways to copy 17 bytes a token between two written buffers of torch's allocator, as the inputs are."""
+    import numpy as np  # here alone: the GPU benchmarks run with torch and triton, without it
+
     n = COPY_BYTES_PER_TOKEN * tokens
-    source, target = (torch.empty(n, dtype=torch.uint8, device=device).fill_(i) for i in (1, 2))
+    source, target = (torch.empty(n, dtype=torch.uint8).fill_(i) for i in (1, 2))
     wide = (n // 8) * 8
     ways: dict[str, Callable[[], object]] = {
+        "numpy, one thread": partial(np.copyto, target.numpy(), source.numpy()),
         "torch uint8": lambda: target.copy_(source),
         "torch int64": lambda: target[:wide].view(torch.int64).copy_(source[:wide].view(torch.int64)),
     }
-    if device == "cpu":
-        ways["numpy, one thread"] = partial(np.copyto, target.numpy(), source.numpy())
     return {name: Call(run, _nothing) for name, run in ways.items()}

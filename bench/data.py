@@ -17,6 +17,8 @@ PADDING = 0.1
 # rollouts with their means (.0551 and 3.45). In a healthy batch the mean is under tau and nothing is dropped, the easiest case;
 # here it is set a little above tau, so that every case has tokens to drop.
 SHARES = {0.005: 0.05, 0.13: 0.0551, 0.75: 3.45}
+# Kinds of make_full_batch -> share of candidates in T.
+FULL_KINDS = {"all": 1.0, "equal": 1.0, "tied": 0.5}
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,36 @@ def make_batch(tokens: int, share: float, *, device: str = "cpu", seed: int = 0)
         raise AssertionError(f"padding is {1 - n_valid / tokens:.4f} of the tokens; expected about {PADDING}")
     log_probs, behavior, advantages, mask = (t.to(device) for t in (log_probs, behavior, advantages, mask))
     return TokenBatch(log_probs.requires_grad_(), behavior, advantages, mask, share, measured, candidates)
+
+
+def make_full_batch(tokens: int, kind: str, *, device: str = "cpu", seed: int = 0) -> TokenBatch:
+    """Every valid token is in T, 10 % padding. kind is one of FULL_KINDS:
+
+    "all": all are candidates, |d| uniform in [0.3, 1.3]. "equal": all are candidates and equal, |d| = 0.5. In both nothing is
+    low, so nothing pays for a candidate and all go. "tied": half have |d| = 0.1, the others 0.3, so that 3 in 5 of these equals
+    stay and the cut is a position.
+    """
+    if kind not in FULL_KINDS:
+        raise ValueError(f"kind must be one of {', '.join(FULL_KINDS)}; got {kind!r}")
+    width = min(ROW_LENGTH, tokens)
+    random = torch.Generator().manual_seed(seed)
+    shape = (tokens // width, width)
+    size = torch.full(shape, 0.5)
+    if kind == "all":
+        size = 0.3 + torch.rand(shape, generator=random)
+    elif kind == "tied":
+        size = torch.where(torch.rand(shape, generator=random) < 0.5, 0.1, 0.3)
+    up = torch.rand(shape, generator=random) < 0.5
+    # d is one of the two log-probs with a sign, the other being 0, so that equals stay equal.
+    log_probs, behavior = torch.where(up, 0.0, -size), torch.where(up, -size, 0.0)
+    advantages = torch.where(up, 1.0, -1.0) * (0.5 + torch.rand(shape, generator=random))
+    lengths = (width * (1 - 2 * PADDING * torch.rand(shape[0], 1, generator=random))).ceil()
+    mask = torch.arange(width) < lengths
+    v = (log_probs - behavior).double().square()
+    candidates = int((mask & (v > M2_THRESHOLD)).sum())
+    measured = candidates / int(mask.sum())
+    log_probs, behavior, advantages, mask = (t.to(device) for t in (log_probs, behavior, advantages, mask))
+    return TokenBatch(log_probs.requires_grad_(), behavior, advantages, mask, FULL_KINDS[kind], measured, candidates)
 
 
 def _upper_edge(share: float) -> float:

@@ -1,7 +1,7 @@
 """The Triton backend in its interpreter: in a process of its own, as TRITON_INTERPRET is read when a kernel is defined.
 
-What every backend is tested with runs on it there as well: a part of each file by default, all of it in the slow set. The cases of
-triton_cases.py are what those tests do not see (several blocks, bytes, launches). Compiled code: test_triton_compiled.py.
+What every backend is tested with runs on it there as well: a part of each file by default, all of it in the slow set. The cases
+of triton_cases.py are what those tests do not see (several blocks, bytes, launches). Compiled code: test_triton_compiled.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CASES = (
     "launches",
     "fp64_is_declined",
 )
-# File -> the part of it that runs by default. Left out there: real rollouts of 5,470 tokens, inductor, hypothesis, 30 x 7001 tokens.
+# File -> the part of it that runs by default, about a minute in all. The longest left out: rollouts, inductor, 30 x 7001 tokens.
 SUITE = {
     "test_worked_cases.py": "not step1 and not step4 and not float16",
     "test_ops.py": "opcheck or given_buffer or second or inputs_are_not_written",

@@ -37,9 +37,35 @@ def select(log_probs: Tensor, behavior_log_probs: Tensor, advantages: Tensor, ma
     return keep
 
 
+@torch.no_grad()
+def select_static(
+    log_probs: Tensor, behavior_log_probs: Tensor, advantages: Tensor, mask: Tensor, m2_threshold: float = 0.04
+) -> Tensor:
+    """`select` with sizes known beforehand, as a CUDA graph asks for: all tokens are sorted, those outside T to the end."""
+    d = log_probs - behavior_log_probs
+    region = mask & (advantages * d > 0)
+    values, order = torch.sort(torch.where(region, d.square(), -1.0).flatten(), descending=True, stable=True)
+    inside = values >= 0
+    remaining = torch.where(inside, values, 0.0).flip(0).cumsum(0, dtype=torch.float64).flip(0)
+    affordable = remaining <= m2_threshold * inside.flip(0).cumsum(0).flip(0)
+    return mask & torch.empty_like(inside).scatter_(0, order, affordable | ~inside).view(mask.shape)
+
+
+def loss_static(
+    log_probs: Tensor, behavior_log_probs: Tensor, advantages: Tensor, mask: Tensor, m2_threshold: float = 0.04
+) -> Tensor:
+    """`loss` around `select_static`."""
+    keep = select_static(log_probs, behavior_log_probs, advantages, mask, m2_threshold)
+    return _masked_mean(log_probs, behavior_log_probs, advantages, mask, keep)
+
+
 def loss(log_probs: Tensor, behavior_log_probs: Tensor, advantages: Tensor, mask: Tensor, m2_threshold: float = 0.04) -> Tensor:
     """The M2PO loss: mean over the valid tokens of -M exp(d) A. Autograd makes the backward."""
     keep = select(log_probs, behavior_log_probs, advantages, mask, m2_threshold)
+    return _masked_mean(log_probs, behavior_log_probs, advantages, mask, keep)
+
+
+def _masked_mean(log_probs: Tensor, behavior_log_probs: Tensor, advantages: Tensor, mask: Tensor, keep: Tensor) -> Tensor:
     ratio = torch.exp(log_probs - behavior_log_probs)
     per_token = torch.where(keep, -ratio * advantages, 0.0)
     return per_token.sum() / mask.sum().clamp(min=1)

@@ -1,0 +1,30 @@
+"""One small call of every kernel, for compute-sanitizer: `compute-sanitizer --error-exitcode 1 python bench/sanitized.py`."""
+
+from __future__ import annotations
+
+import torch
+
+from bench.data import FULL_KINDS, make_full_batch
+from m2po_kernels import grpo_loss, m2po_loss, select, selective_log_softmax
+
+
+def main(device: str) -> None:
+    """Lengths that no block divides, candidates of every kind, and a vocabulary with a tail; forward and backward."""
+    for kind in FULL_KINDS:
+        batch = make_full_batch(4096, kind, device=device)
+        tensors = [t.detach()[:, :3001] for t in batch.tensors()]
+        select(*tensors)
+        for loss in (m2po_loss, grpo_loss):
+            for reduction in ("token-mean", "none"):
+                leaf = tensors[0].clone().requires_grad_()
+                loss(leaf, *tensors[1:], reduction=reduction).loss.sum().backward()
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.randn(3, 5003, device=device).to(dtype).requires_grad_()
+        ids = torch.tensor([0, 5002, 77], device=device)
+        lp, entropy = selective_log_softmax(logits, ids, return_entropy=True, entropy_grad=True)
+        (lp.sum() + entropy.sum()).backward()
+    print("every kernel ran")
+
+
+if __name__ == "__main__":
+    main("cuda" if torch.cuda.is_available() else "cpu")
