@@ -6,6 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+from m2po_kernels import select
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -46,3 +49,17 @@ def test_documents_are_there():
 def test_paths_are_recognised():
     text = "`tests/conftest.py` `csrc/` `make test` `lp.exp()` `setup.py` [plan](docs/x.md#y) [web](https://a.b/c.md) `m2po`"
     assert named_paths(text) == {"tests/conftest.py", "csrc", "setup.py", "docs/x.md"}
+
+
+def test_the_twelve_tokens_of_one_sweep():
+    """The table of docs/one-sweep.md holds what select decides; its figure draws the same."""
+    lines = (ROOT / "docs" / "one-sweep.md").read_text().splitlines()
+    rows = {cells[0]: cells[1:] for line in lines if len(cells := [c.strip() for c in line.strip("|").split("|")]) == 13}
+    d = torch.tensor([float(x) for x in rows["d"]])
+    advantages = torch.tensor([{"+": 1.0, "-": -1.0, "0": 0.0}[x] for x in rows["sign of A"]])
+    selection = select(d, torch.zeros(12), advantages, torch.ones(12))
+    assert [f"{x:.2f}".lstrip("0") for x in (d * d).tolist()] == [x if x != "0" else ".00" for x in rows["v"]]
+    assert ((advantages * d) > 0).tolist() == [x == "yes" for x in rows["in T"]]
+    assert selection.keep.logical_not().nonzero().flatten().tolist() == [1, 3]
+    assert all(selection.keep[i] for i, x in enumerate(rows["kept"]) if x == "yes")
+    assert float(selection.metrics.m2_after) == pytest.approx(0.22 / 6, rel=1e-6)
