@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from . import report_gpu
 from .contenders import LABELS, TASKS
 from .machine import RESULTS, ROOT
 
@@ -240,6 +241,17 @@ def _ratio(row: dict) -> str:
     return f"{row['times_copy']:.2f}" if row else ""
 
 
+def _gpu_pages(files: list[Path]) -> None:
+    """A page for each GPU, of its rows of tokens and of logits."""
+    pages: dict[Path, list[Path]] = {}
+    for file in files:
+        page = file.with_name(file.stem.removesuffix(report_gpu.LOGITS).removesuffix(report_gpu.TOKENS) + "-gpu.md")
+        pages.setdefault(page, []).append(file)
+    for page, own in pages.items():
+        page.write_text(report_gpu.page(own))
+        print(f"{page} written", file=sys.stderr)
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command: for each file of rows a table of all cases and a plot beside it; the summaries into the README."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
@@ -249,10 +261,13 @@ def main(argv: list[str] | None = None) -> int:
     files = args.files or sorted(RESULTS.glob("*.jsonl"))
     if not files:
         parser.error(f"no rows in {RESULTS}: run `python -m bench.compare` first")
-    blocks = []
     for file in files:
         if not file.is_file():
             parser.error(f"files: {file} is no file; expected JSON lines as bench.compare writes them")
+    _gpu_pages([file for file in files if report_gpu.is_gpu(file)])
+    files = [file for file in files if not report_gpu.is_gpu(file)]
+    blocks = []
+    for file in files:
         if file.stem.endswith(LOGITS):
             blocks.append(logits_summary([json.loads(line) for line in file.read_text().splitlines()]))
             continue
@@ -261,6 +276,8 @@ def main(argv: list[str] | None = None) -> int:
         plot(results, file.with_suffix(".png"))
         blocks.append(summary(results))
         print(f"{file.with_suffix('.md')} and {file.with_suffix('.png')} written", file=sys.stderr)
+    if not blocks:
+        return 0
     args.readme.write_text(put_between_markers(args.readme.read_text(), "\n\n".join(blocks), str(args.readme)))
     print(f"{args.readme}: table replaced", file=sys.stderr)
     return 0
