@@ -78,10 +78,10 @@ def _poisoned_memory():
 
 @pytest.fixture(autouse=True, scope="session")
 def _interpreter_as_gpus_do():
-    """Where Triton's interpreter (seen in 3.6 to 3.9) gives other bits than a GPU, in what the kernels use.
+    """Where Triton's interpreter gives other bits than a GPU, in what the kernels use.
 
-    It cuts fp32 off to bfloat16, where a GPU rounds to even. And it labels the result of a comparison with the type of what
-    was compared, so that a later cast of it, or a mask made of it, takes true for a number of that type.
+    It cuts fp32 off to bfloat16, where a GPU rounds to even (3.6 to 3.9). And it labels the result of a comparison with the type
+    of what was compared, so that a later cast of it, or a mask made of it, takes true for a number of that type (3.9, not 3.6).
     """
     if dispatch.why_not("triton", "cpu") is not None:
         yield

@@ -55,7 +55,7 @@ def load(base, layout: tl.constexpr, at, row_stride, column_stride):
     Those of rows with a stride are so too if rows and stride are whole runs of _RUN elements. That is asked when the kernel
     runs: a constexpr would compile it anew for other shapes.
     """
-    _, lane, columns, _, _, _, left, whole = at
+    _, lane, columns, first_row, row, column, left, whole = at
     offset = _offset(layout, at, row_stride, column_stride)
     if layout == FLAT:
         if whole:
@@ -63,6 +63,8 @@ def load(base, layout: tl.constexpr, at, row_stride, column_stride):
         else:
             x = tl.load(base + offset, mask=lane < left, other=0)
     elif whole & (column_stride == 1) & ((columns | row_stride) % _RUN == 0):
+        # Computed here: Triton 3.6 loses what is said about the result of a call.
+        offset = first_row * row_stride + (row.to(tl.int64) * row_stride + column.to(tl.int64))
         x = tl.load(base + tl.max_contiguous(tl.multiple_of(offset, _RUN), _RUN))
     else:
         x = tl.load(base + offset, mask=lane < left, other=0)
