@@ -6,13 +6,17 @@ Every sum is an integer, so the cut has no order of summation in it: the bits of
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 LIMB = 28  # bits in a limb of the exact sums; three hold 2^31 tokens times a 53-bit threshold
+MASK = (1 << LIMB) - 1
 SLACK_BITS = 22  # the decision's unit is 2^-SLACK_BITS of the unit in which low tokens are rounded
+INFINITE = 128  # a shift that makes any mantissa exceed every slack
+
+Limbs: TypeAlias = tuple[Tensor, Tensor, Tensor]  # int64, in units of the decision, the lowest first
 
 
 class Unit(NamedTuple):
@@ -56,29 +60,52 @@ def find_cut(v: Tensor, positions: Tensor, low_count: Tensor, low_sum: Tensor, u
 
 def _remaining_slack(values: Tensor, low_count: Tensor, low_sum: Tensor, unit: Unit) -> Tensor:
     """tau * (low + run) - sum(low) - sum(run) for each run of `values` from the start: the top limb, whose sign is the sign."""
-    mask = (1 << LIMB) - 1
     fraction, exponent = torch.frexp(values)
     digits = 24 if values.dtype == torch.float32 else 53
     mantissa = torch.ldexp(fraction, torch.tensor(digits, device=values.device)).to(torch.int64)
-    shift = exponent.to(torch.int64) - digits - unit.exponent
-    # From 2^85 on a value exceeds any slack of 2^31 tokens: counted as exactly that.
-    huge = values.isinf() | (shift > 3 * LIMB + 1 - digits)
-    low_limbs = (
-        (low_sum << SLACK_BITS) & mask,
-        (low_sum >> (LIMB - SLACK_BITS)) & mask,
-        low_sum >> (2 * LIMB - SLACK_BITS),
-    )
+    shift = torch.where(values.isinf(), INFINITE, exponent.to(torch.int64) - digits - unit.exponent)
     run = torch.arange(1, values.numel() + 1, device=values.device)
-    carry: Tensor | int = 0
+    return pay(slack_of(low_count, low_sum, unit), run, limbs_of(mantissa.where(values.isfinite(), 1), shift), unit)[2]
+
+
+def slack_of(low_count: Tensor, low_sum: Tensor, unit: Unit) -> Limbs:
+    """tau * low - sum(low): what the low tokens leave for candidates."""
+    low = limbs_of(low_sum, torch.full_like(low_sum, SLACK_BITS))
+    return _carried([low_count * t - x for t, x in zip(_tau_limbs(unit), low, strict=True)])
+
+
+def pay_equals(left: Limbs, counts: Tensor, value: Limbs, unit: Unit) -> Limbs:
+    """What is left of the slack after `counts` candidates (below 2^32) of one value: tau - v more for each."""
+    return _carried([x + counts * (t - v) for x, t, v in zip(left, _tau_limbs(unit), value, strict=True)])
+
+
+def pay(left: Limbs, counts: Tensor, values: Limbs, unit: Unit) -> Limbs:
+    """What is left of the slack after the run that ends at each element: + tau a candidate, - its v.
+
+    counts: int64 [n], candidates in the run up to and with each element; values: the limbs of each element's v or sum of v.
+    """
+    return _carried([x + counts * t - v.cumsum(0) for x, t, v in zip(left, _tau_limbs(unit), values, strict=True)])
+
+
+def limbs_of(mantissa: Tensor, shift: Tensor) -> Limbs:
+    """mantissa * 2^shift for 0 <= mantissa < 2^62. From 2^84 on, more than the slack of 2^31 tokens, it counts as 2^85."""
+    huge = (mantissa >> (3 * LIMB - shift).clamp(0, 62)) > 0
+    pieces = []
     for limb in range(3):
         left = (shift - LIMB * limb).clamp(-62, LIMB)
-        piece = torch.where(left >= 0, mantissa << left.clamp(min=0), mantissa >> (-left).clamp(min=0))
-        piece = torch.where(left >= LIMB, 0, piece) if limb < 2 else piece
-        piece = torch.where(huge, (1 << (LIMB + 1)) if limb == 2 else 0, piece if limb == 2 else piece & mask)
-        tau_limb = (unit.mantissa >> (LIMB * limb)) & mask
-        total = (low_count + run) * tau_limb - low_limbs[limb] - piece.cumsum(0) + carry
-        carry = total >> LIMB
-    return total
+        piece = torch.where(left >= 0, mantissa << left.clamp(min=0), mantissa >> (-left).clamp(min=0)) & MASK
+        pieces.append(torch.where(huge, 1 << (LIMB + 1) if limb == 2 else 0, piece))
+    return pieces[0], pieces[1], pieces[2]
+
+
+def _tau_limbs(unit: Unit) -> tuple[int, ...]:
+    return tuple((unit.mantissa >> (LIMB * limb)) & MASK for limb in range(3))
+
+
+def _carried(limbs: list[Tensor]) -> Limbs:
+    """The same number with the two lower limbs in [0, 2^LIMB): the sign is that of the top one."""
+    middle = limbs[1] + (limbs[0] >> LIMB)
+    return limbs[0] & MASK, middle & MASK, limbs[2] + (middle >> LIMB)
 
 
 def is_dropped(v: Tensor, positions: Tensor, cut: Tensor) -> Tensor:

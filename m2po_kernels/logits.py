@@ -10,6 +10,7 @@ from .errors import InvalidArgument, InvalidType, describe
 from .inputs import FLOAT_DTYPES, compute_dtype
 from .logits_args import LogitsArgs
 from .loss import m2po_loss
+from .parts import Part
 from .results import LossOutput, Selection
 from .rule import check_number
 
@@ -100,6 +101,7 @@ def m2po_loss_from_logits(
     ratio_cap: float | None = None,
     nonfinite: str = "propagate",
     selection: Selection | None = None,
+    part: Part | None = None,
     cu_seqlens: Tensor | None = None,
     sequence_lengths: Tensor | None = None,
     backend: str | None = None,
@@ -148,6 +150,7 @@ def m2po_loss_from_logits(
         ratio_cap=ratio_cap,
         nonfinite=nonfinite,
         selection=selection,
+        part=part,
         cu_seqlens=cu_seqlens,
         sequence_lengths=sequence_lengths,
         backend=backend,

@@ -10,6 +10,7 @@ from torch import Tensor
 from . import ops  # noqa: F401  (registers torch.ops.m2po_kernels)
 from .errors import InvalidArgument, InvalidType, describe
 from .inputs import check_batch, given_denominators, sequence_weights, wide_dtype
+from .parts import Part
 from .results import LossOutput, Metrics, Selection
 from .rule import REDUCTIONS, Batch, Rule, check_choice
 
@@ -31,6 +32,7 @@ def m2po_loss(
     ratio_cap: float | None = None,
     nonfinite: str = "propagate",
     selection: Selection | None = None,
+    part: Part | None = None,
     cu_seqlens: Tensor | None = None,
     sequence_lengths: Tensor | None = None,
     backend: str | None = None,
@@ -46,7 +48,10 @@ def m2po_loss(
         term by the tokens that were kept, as AReaL does (token-mean only).
     ref_log_probs, kl_coef: adds kl_coef * (exp(q) - q - 1), q = ref_log_probs - log_probs, at every valid token, dropped or not.
     ratio_cap: c > 1 caps exp(d) at c where A < 0 (dual clip); a capped token has no gradient.
-    selection: use this M (from `select` on the whole optimizer batch) instead of selecting here; D is then its valid tokens.
+    selection: use this M (from `select` on the whole optimizer batch, or from `M2Accumulator.solve`) instead of selecting here;
+        D is then its valid tokens, so that the losses of all micro-batches of all ranks add up to that of the whole batch.
+    part: with a selection from `M2Accumulator.solve`, the handle that `add` returned for this micro-batch. "sequence-mean" then
+        needs denominator=, the number of sequences of the whole batch that have a valid token.
     sequence_lengths: int [B] (packed: [S]), the valid tokens of each whole sequence, where the batch holds only parts of them.
 
     Returns a LossOutput. No host sync, except with nonfinite="error". Second derivatives raise.
@@ -61,8 +66,15 @@ def m2po_loss(
         cu_seqlens=cu_seqlens,
     )
     if selection is not None:
-        m2_threshold, scope = _check_selection(selection, log_probs, m2_threshold, scope)
-        batch = batch._replace(keep=selection.keep)
+        keep, m2_threshold, scope = _check_selection(selection, part, batch, m2_threshold, scope)
+        batch = batch._replace(keep=keep)
+    elif part is not None:
+        raise InvalidArgument("part goes with selection=, the Selection that solve() returned; got selection=None")
+    if part is not None and reduction == "sequence-mean" and denominator is None:
+        raise InvalidArgument(
+            'denominator is None: reduction="sequence-mean" with part= needs the number of sequences of the whole batch with '
+            "a valid token, which one part cannot know"
+        )
     batch, normalizer = _normalize(batch, ids, reduction, denominator, selection, cu_seqlens, sequence_lengths, nonfinite)
     rule = Rule(
         m2_threshold=m2_threshold,
@@ -142,20 +154,28 @@ def _used_reference(ref_log_probs: Tensor | None, kl_coef: float) -> Tensor | No
     return ref_log_probs
 
 
-def _check_selection(selection: Selection, log_probs: Tensor, m2_threshold: float, scope: str) -> tuple[float, str]:
+def _check_selection(
+    selection: Selection, part: Part | None, batch: Batch, m2_threshold: float, scope: str
+) -> tuple[Tensor, float, str]:
+    """(M of this batch, the selection's threshold and scope)."""
     if not isinstance(selection, Selection):
-        raise InvalidType(f"selection must be a Selection, as select() returns; got {describe(selection)}")
-    if selection.keep.shape != log_probs.shape or selection.keep.device != log_probs.device:
+        raise InvalidType(f"selection must be a Selection, as select() and solve() return; got {describe(selection)}")
+    if selection.parts and part is None:
+        raise InvalidArgument("part is None: a selection over micro-batches needs the handle that add() returned for this one")
+    keep = selection.keep if part is None else selection.keep_of(part)
+    if keep.shape != batch.log_probs.shape or keep.device != batch.log_probs.device:
         raise InvalidArgument(
-            f"selection was made for {list(selection.keep.shape)} on {selection.keep.device}; log_probs is {describe(log_probs)}"
+            f"selection was made for {list(keep.shape)} on {keep.device}; log_probs is {describe(batch.log_probs)}"
         )
+    if part is not None:
+        part.use(batch)
     for name, given, default, made in [
         ("m2_threshold", m2_threshold, _DEFAULT_THRESHOLD, selection.m2_threshold),
         ("scope", scope, _DEFAULT_SCOPE, selection.scope),
     ]:
         if given != default and given != made:
             raise InvalidArgument(f"{name} must be left out, or equal that of the selection, {made!r}; got {given!r}")
-    return selection.m2_threshold, selection.scope
+    return keep, selection.m2_threshold, selection.scope
 
 
 def _normalize(

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .errors import InvalidArgument, describe
+from .parts import Part
+
 COUNTS = (
     "valid_tokens",
     "trust_region_tokens",
@@ -120,13 +123,26 @@ class Metrics:
 class Selection:
     """Which tokens of a batch Algorithm 1 keeps. Positional: it holds for these positions whatever the log-probs are by then.
 
-    keep: bool, shape of the `log_probs` it was made from; M of the paper, False where not valid.
+    keep: bool, shape of the `log_probs` it was made from; M of the paper, False where not valid. From `M2Accumulator.solve`: [N],
+        the tokens of this rank in the order in which they were added.
+    metrics: over all that the selection was made over, so from `solve` over every part of every rank of the group.
+    parts: the handles that `M2Accumulator.add` returned on this rank; none from `select`.
     """
 
     keep: Tensor
     metrics: Metrics
     m2_threshold: float
     scope: str
+    parts: tuple[Part, ...] = ()
+
+    def keep_of(self, part: Part) -> Tensor:
+        """M of one micro-batch: bool, in the shape in which it was added. InvalidArgument for a part of another selection."""
+        if not any(part is own for own in self.parts):
+            raise InvalidArgument(
+                f"part must be a handle that add() returned to the accumulator of this selection, which has {len(self.parts)}; "
+                f"got {describe(part)}"
+            )
+        return self.keep[part.start : part.start + part.shape.numel()].view(part.shape)
 
 
 @dataclass(frozen=True)

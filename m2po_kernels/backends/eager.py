@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ..exact import Unit, find_cut, from_key, is_dropped
 from ..inputs import compute_dtype, wide_dtype
+from ..parts import Collected
 from ..rule import Batch, Rule
 from .eager_logits import log_softmax, log_softmax_backward
 
-__all__ = ["log_softmax", "log_softmax_backward", "policy_loss", "policy_loss_backward", "select", "why_not"]
+__all__ = ["collect", "log_softmax", "log_softmax_backward", "policy_loss", "policy_loss_backward", "select", "why_not"]
 
 # Tokens in a tile on a CPU: temporaries of 512 KB stay in cache and come from the allocator's free
 # list. On other devices a tile is the whole batch: there a launch costs more than a trip to memory.
@@ -52,6 +53,16 @@ def select(batch: Batch, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
     keep.view(-1)[swept.positions[is_dropped(swept.v, swept.positions, cut)]] = False
     _, counts, floats = _finish(swept, cut, rule)
     return keep, counts, floats
+
+
+def collect(batch: Batch, rule: Rule) -> Collected:
+    """What the batch gives to a selection over several. The one host sync off a CPU is for the number of candidates."""
+    keep = torch.empty(batch.log_probs.shape, dtype=torch.bool, device=batch.log_probs.device)
+    swept = _sweep(batch, rule, keep_out=keep)
+    valid, region, bad, clipped, _, low, first_bad = swept.counts.unbind()
+    counts = torch.stack([valid, region, bad, clipped, low, swept.low_sum, first_bad])
+    sums = torch.stack([swept.sums[2], swept.sums[4], swept.sums[5], swept.ratio_max])
+    return Collected(keep, counts, sums, swept.v, swept.positions)
 
 
 def policy_loss(batch: Batch, rule: Rule) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
