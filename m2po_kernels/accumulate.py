@@ -240,8 +240,8 @@ class M2Accumulator:
             )
         if self._rule.nonfinite == "error" and header["nonfinite"]:
             raise NonFiniteError(
-                f"log_probs, behavior_log_probs or advantages: {header['nonfinite']} of {header['valid']} valid tokens of the group "
-                f"have a NaN or infinite log-ratio or input; on rank {ranks.rank} of {ranks.size}: {self._own_nonfinite()}; "
+                f"log_probs, behavior_log_probs or advantages: {header['nonfinite']} of {header['valid']} valid tokens of the "
+                f"group have a NaN or infinite log-ratio or input; rank {ranks.rank} of {ranks.size}: {self._own_nonfinite()}; "
                 'expected finite values (nonfinite="drop" leaves such tokens out)'
             )
 
@@ -255,7 +255,7 @@ class M2Accumulator:
     def _raise_missing(self, n: int, ranks: Ranks) -> None:
         here = f"parts {self._missing}" if self._missing else "none"
         raise MissingBehaviorLogProbs(
-            f"behavior_log_probs was None for {n} micro-batches of the group; on rank {ranks.rank} of {ranks.size}: {here}. "
+            f"behavior_log_probs was None for {n} micro-batches of the group; rank {ranks.rank} of {ranks.size}: {here}. "
             "Pass the log-prob that the rollout engine gave to each token when it sampled it; the current ones are no substitute."
         )
 

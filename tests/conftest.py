@@ -6,8 +6,6 @@ runs them unchanged.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -110,9 +108,9 @@ def _interpreter_as_gpus_do():
 
 @pytest.fixture(autouse=True)
 def _no_forced_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test names its backend itself: M2PO_BACKEND of the surrounding shell would change what it tests."""
-    if "M2PO_BACKEND" in os.environ:
-        monkeypatch.delenv("M2PO_BACKEND")
+    """A test names its backend and its checks itself: variables of the surrounding shell would change what it tests."""
+    for name in ("M2PO_BACKEND", "M2PO_CHECK"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
