@@ -12,7 +12,7 @@ from . import digits, dispatch
 from .digits import Search
 from .distributed import Ranks, check_disjoint, check_sharded, replicas_differ
 from .errors import InvalidArgument, InvalidType, MissingBehaviorLogProbs, NonFiniteError, describe
-from .exact import Unit, slack_of, to_key
+from .exact import Unit, slack_of
 from .inputs import check_batch, compute_dtype, wide_dtype
 from .parts import Collected, Part, checking, checksum, digest
 from .results import Metrics, Selection
@@ -33,7 +33,6 @@ _HEADER = (
 )
 _N_SUMS = 4  # fp64 values of Collected.sums, in a slot per rank, so that every rank adds them in rank order
 _MOST_TOKENS = 1 << 31  # for which the sums have room
-_NOTHING = torch.iinfo(torch.int64).max  # above every key: drops nothing
 
 
 class M2Accumulator:
@@ -100,7 +99,9 @@ class M2Accumulator:
             return part
         if code is not None:
             self._digests.append(torch.cat([code, digest(torch.where(mask != 0, log_probs, 0))[None]]))
-        self._collected.append(dispatch.load("eager").collect(batch, self._rule))
+        collected = dispatch.load("eager").collect(batch, self._rule)
+        collected.positions.add_(part.start)
+        self._collected.append(collected)
         return part
 
     @torch.no_grad()
@@ -131,11 +132,10 @@ class M2Accumulator:
         own = self._own(device)
         dtype, tau, wide = self._dtype or torch.float32, self._rule.m2_threshold, wide_dtype(device)
         unit = Unit.of(tau, dtype)
-        keys = to_key(own.v)
         first, *others = digits.digits_of(dtype)
 
         header = torch.cat([own.counts[:6], torch.tensor([len(self._missing), differ, *self._settings(dtype)], device=device)])
-        table = digits.histogram(keys, torch.zeros((), dtype=torch.int64, device=device), first)
+        table = digits.histogram(own.v, None, first)
         slots = ranks.slots(own.sums)
         summed = ranks.sum(torch.cat([header, slots.view(-1), table.view(-1)]))
         header, slots, table = summed.split([header.numel(), slots.numel(), table.numel()])
@@ -153,10 +153,10 @@ class M2Accumulator:
             self._raise_missing(len(self._missing), ranks)
         if drops:
             for digit in others:
-                table = ranks.sum(digits.histogram(keys, search.prefix, digit))
+                table = ranks.sum(digits.histogram(own.v, search.prefix, digit))
                 search = digits.narrow(search, table, digit, dtype, unit, tau)
             search = digits.keep_equals(search, dtype, unit, tau)
-            own.keep[own.positions] = ~_dropped(keys, search, ranks)
+            own.keep[own.positions] = ~_dropped(own.v, search, ranks)
         self._collected.clear()
         return Selection(own.keep, totals.metrics(search, dtype), tau, self._rule.scope, tuple(self._parts))
 
@@ -201,7 +201,7 @@ class M2Accumulator:
             torch.stack(counts).sum(0),
             torch.cat([columns[:, :3].sum(0), columns[:, 3].max()[None]]),
             torch.cat(v),
-            torch.cat([p + part.start for p, part in zip(positions, self._parts, strict=True)]),
+            torch.cat(positions),
         )
 
     def _settings(self, dtype: torch.dtype) -> tuple[int, int]:
@@ -260,14 +260,13 @@ class M2Accumulator:
         )
 
 
-def _dropped(keys: Tensor, search: Search, ranks: Ranks) -> Tensor:
+def _dropped(v: Tensor, search: Search, ranks: Ranks) -> Tensor:
     """Which candidates of this rank go: all above the cut, and of its equals the first ones in (rank, position)."""
-    cut = torch.where(search.prefix >= 0, search.prefix, _NOTHING)
-    equal = keys == cut
-    per_rank = ranks.sum(ranks.slots(equal.sum()[None])).view(-1)
-    go_before = per_rank[: ranks.rank].sum()
-    place = equal.cumsum(0) + go_before  # 1 for the first of all equals
-    return (keys > cut) | (equal & (place <= search.equal))
+    cut = digits.cut_value(search, v.dtype).to(v.dtype)
+    equal = v == cut
+    per_rank = ranks.sum(ranks.slots(equal.count_nonzero()[None])).view(-1)
+    place = equal.cumsum(0) + per_rank[: ranks.rank].sum()  # 1 for the first of all equals
+    return (v > cut) | (equal & (place <= search.equal))
 
 
 class _Totals(NamedTuple):

@@ -15,11 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .exact import INFINITE, LIMB, MASK, Limbs, Unit, from_key, limbs_of, pay, pay_equals
+from .exact import INFINITE, LIMB, MASK, Limbs, Unit, from_key, limbs_of, pay, pay_equals, to_key
 
 MANTISSA = {torch.float32: 23, torch.float64: 52}
 # The first digit holds the whole exponent, so that all values of a bin share it and their sum is a sum of integers.
 WIDTHS = {torch.float32: (11, 10, 10), torch.float64: (11, 9, 9, 9, 9, 8, 8)}
+TILE = 1 << 16  # candidates that a CPU counts at a time: temporaries of 512 KB stay in its cache
 _COUNT_BITS = 31  # fewer than 2^31 tokens
 _SEARCH_BITS = 11  # of a count that one step of the search for it settles
 
@@ -65,16 +66,24 @@ def start(left: Limbs, wide: torch.dtype) -> Search:
     return Search(left, none, none, none, none.to(wide), none.to(wide))
 
 
-def histogram(keys: Tensor, prefix: Tensor, digit: Digit) -> Tensor:
-    """int64 [rows, size]: of the keys that start with `prefix` (all, for the first digit) the counts and sums by `digit`."""
-    here = ((keys >> (digit.width + digit.below)) == prefix).to(torch.int64)
-    place = (keys >> digit.below) & (digit.size - 1)
-    rest = keys & ((1 << digit.below) - 1)
-    table = torch.zeros(digit.rows, digit.size, dtype=torch.int64, device=keys.device)
-    table[0].index_add_(0, place, here)
-    table[1].index_add_(0, place, (rest & MASK) * here)
-    if digit.below > LIMB:
-        table[2].index_add_(0, place, (rest >> LIMB) * here)
+def histogram(v: Tensor, prefix: Tensor | None, digit: Digit) -> Tensor:
+    """int64 [rows, size]: of the candidates that start with `prefix` (None: of all) the counts and sums by `digit`."""
+    table = torch.zeros(digit.rows, digit.size, dtype=torch.int64, device=v.device)
+    on_cpu = v.device.type == "cpu"
+    for tile in v.split(TILE) if on_cpu else (v,):
+        keys = to_key(tile)
+        weights = None
+        if prefix is not None:
+            here = (keys >> (digit.width + digit.below)) == prefix
+            if on_cpu:
+                keys = keys[here]
+            else:  # without waiting for their number
+                weights = here.to(torch.int64)
+        place = (keys >> digit.below) & (digit.size - 1)
+        rest = keys & ((1 << digit.below) - 1)
+        columns = [torch.ones_like(keys), rest & MASK, rest >> LIMB] if digit.below > LIMB else [torch.ones_like(keys), rest]
+        for row, column in zip(table, columns, strict=False):
+            row.index_add_(0, place, column if weights is None else column * weights)
     return table
 
 

@@ -19,8 +19,8 @@ def search(v: torch.Tensor, low_count: int, low_sum: int, tau: float) -> digits.
     """All digits over the candidates `v` of one rank."""
     unit = Unit.of(tau, v.dtype)
     state = digits.start(slack_of(torch.tensor(low_count), torch.tensor(low_sum), unit), torch.float64)
-    for digit in digits.digits_of(v.dtype):
-        table = digits.histogram(to_key(v), state.prefix, digit)
+    for i, digit in enumerate(digits.digits_of(v.dtype)):
+        table = digits.histogram(v, state.prefix if i else None, digit)
         state = digits.narrow(state, table, digit, v.dtype, unit, tau)
     return digits.keep_equals(state, v.dtype, unit, tau)
 
