@@ -2,7 +2,7 @@
 
 `python -m bench.distributed` (some 10 minutes on 2 cores, 16 GB); `--quick` for a smoke run. gloo over this machine's loopback,
 the cores divided among the ranks. Nothing is timed before both ways have given the right mask. Rows go to
-bench/results/<machine>-distributed.jsonl.
+bench/results/<machine>-distributed.jsonl, their tables to docs/distributed.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from m2po_kernels import M2Accumulator, Selection, select
 from m2po_kernels.reference import select_sorted
 
-from . import machine
+from . import machine, report_distributed
 from .data import M2_THRESHOLD, TokenBatch, make_batch
 from .gate import GateRed
 
@@ -150,7 +150,7 @@ def measure(tokens: int, share: float, rounds: int) -> list[dict]:
             "samples": len(samples),
             "min_ms": round(min(samples) * 1e3, 3),
             "median_ms": round(median(samples) * 1e3, 3),
-            "p90_ms": round(sorted(samples)[int(0.9 * (len(samples) - 1))] * 1e3, 3),
+            "p90_ms": round(sorted(samples)[min(len(samples) - 1, int(0.9 * len(samples)))] * 1e3, 3),
             "speedup_over_gather_and_sort": round(base / median(samples), 2),
             "collectives": sent[name].calls if name in sent else 0,
             "buffer_bytes": sent[name].bytes if name in sent else 0,
@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(json.dumps(row | shared) + "\n" for row in rows))
     print(f"{len(rows)} rows written to {out}", file=sys.stderr)
-    return 0
+    return 0 if args.quick else report_distributed.main([str(out)])
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ _HEADER = (
 )
 _N_SUMS = 4  # fp64 values of Collected.sums, in a slot per rank, so that every rank adds them in rank order
 _MOST_TOKENS = 1 << 31  # for which the sums have room
+_READ_AT_ONCE = ("cpu",)  # devices whose values the host reads without waiting
 
 
 class M2Accumulator:
@@ -115,7 +116,8 @@ class M2Accumulator:
             reconstruction). They take no part, and must not be in `group`. M2PO_CHECK=1 compares the tokens: of `group` no two
             ranks may hold the same, of `replicated_over` all must.
         sync: True: one host sync, after the first of at most 4 all-reduces (8 for float64 log-probs); if nothing is to be
-            dropped it was the last. False: all of them and no sync; on a GPU, then, a rank learns of errors of its own only.
+            dropped it was the last. False: all of them and no sync; off a CPU a rank then learns only of its own missing
+            behaviour log-probs, and of none of the other errors.
 
         Ties at the cut are dropped in the order of (rank, position). At most 2^31 tokens.
         Raises MissingBehaviorLogProbs, NonFiniteError or InvalidArgument on all ranks of the group alike; what torch raises for a
@@ -134,7 +136,9 @@ class M2Accumulator:
         unit = Unit.of(tau, dtype)
         first, *others = digits.digits_of(dtype)
 
-        header = torch.cat([own.counts[:6], torch.tensor([len(self._missing), differ, *self._settings(dtype)], device=device)])
+        # Filled on the device: copying a list there would wait for it.
+        flags = [torch.full((1,), x, device=device) for x in (len(self._missing), int(differ), *self._settings(dtype))]
+        header = torch.cat([own.counts[:6], *flags])
         table = digits.histogram(own.v, None, first)
         slots = ranks.slots(own.sums)
         summed = ranks.sum(torch.cat([header, slots.view(-1), table.view(-1)]))
@@ -145,18 +149,19 @@ class M2Accumulator:
         totals = _Totals(header, table[0].sum(), search.counted, slots.view(wide).view(ranks.size, _N_SUMS))
 
         drops = True
-        if sync or device.type == "cpu":
+        reads = sync or device.type in _READ_AT_ONCE
+        if reads:
             *read, prefix = torch.cat([header, search.prefix[None]]).tolist()  # the one host sync
             self._raise_together(dict(zip(_HEADER, read, strict=True)), ranks)
             drops = prefix >= 0 or not sync
-        elif self._missing:
-            self._raise_missing(len(self._missing), ranks)
         if drops:
             for digit in others:
                 table = ranks.sum(digits.histogram(own.v, search.prefix, digit))
                 search = digits.narrow(search, table, digit, dtype, unit, tau)
             search = digits.keep_equals(search, dtype, unit, tau)
             own.keep[own.positions] = ~_dropped(own.v, search, ranks)
+        if self._missing and not reads:  # only now: the others, who cannot know, have had this rank in every collective
+            self._raise_missing(len(self._missing), ranks)
         self._collected.clear()
         return Selection(own.keep, totals.metrics(search, dtype), tau, self._rule.scope, tuple(self._parts))
 
@@ -216,8 +221,10 @@ class M2Accumulator:
         if self._digests:
             valid = torch.stack([c.counts[0] for c in self._collected]).sum()
             own = torch.where(valid > 0, digest(torch.cat(self._digests)), own)  # ranks without tokens are no replicas
+        # In this order: the second raises on the ranks of one group alone, and no replica may wait for one that has raised.
+        differ = replicas_differ(replicas, own)
         check_sharded(ranks, own)
-        return replicas_differ(replicas, own)
+        return differ
 
     def _raise_together(self, header: dict[str, int], ranks: Ranks) -> None:
         """Raises what every rank of the group can see in the sums, so that all raise."""

@@ -41,11 +41,11 @@ class Ranks:
         return table
 
     def default_device(self) -> torch.device:
-        """Where a rank without tokens puts its buffers: the current CUDA device under NCCL, else the CPU."""
-        if self._group is not None:
+        """Where a rank without tokens puts its buffers: the current CUDA device if the group has NCCL, else the CPU."""
+        if self._group is not None and torch.cuda.is_available():
             import torch.distributed as dist
 
-            if "nccl" in dist.get_backend(self._group):
+            if "nccl" in dist.get_backend_config(self._group):  # by device, as "cpu:gloo,cuda:nccl"
                 return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 

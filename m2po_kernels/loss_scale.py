@@ -31,7 +31,7 @@ def megatron_loss_scale(*, num_microbatches: int, data_parallel_size: int, conte
     The schedule divides by the returned number of tokens, here 1, and by num_microbatches; the gradient is then averaged over
     the data-parallel and context-parallel ranks. The loss of a function of two results, (loss, report), is multiplied by the
     context-parallel size first, in releases whose forward_step_calc_loss does so: leave context_parallel_size at 1 there.
-    (core/pipeline_parallel/schedules.py and core/distributed/distributed_data_parallel.py of Megatron-Core.)
+    (forward_step_calc_loss in megatron/core/pipeline_parallel/schedules.py of Megatron-LM, at 00611e6.)
 
     Raises InvalidArgument, InvalidType (in m2po_kernels.errors).
     """

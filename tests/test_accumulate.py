@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from worked_cases import CASES, ROLLOUTS
 
 import m2po_kernels
-from m2po_kernels import M2Accumulator, Selection, loss_scale, m2po_loss, m2po_loss_from_logits, megatron_loss_scale, select
+from m2po_kernels import M2Accumulator, Selection, m2po_loss, m2po_loss_from_logits, select
 from m2po_kernels.errors import InvalidArgument, InvalidType, MissingBehaviorLogProbs, NonFiniteError
 
 ROLLOUT_FILE = Path(m2po_kernels.__file__).parent / "data" / "smollm2_rollouts.safetensors"
@@ -377,18 +377,6 @@ def test_check_must_be_0_or_1(monkeypatch):
     monkeypatch.setenv("M2PO_CHECK", "yes")
     with pytest.raises(InvalidArgument, match="M2PO_CHECK must be 0 or 1; got 'yes'"):
         accumulate([random_tokens((4, 10))])
-
-
-def test_loss_scales():
-    assert loss_scale() == 1
-    assert loss_scale(micro_batches=4) == 4
-    assert megatron_loss_scale(num_microbatches=4, data_parallel_size=8, context_parallel_size=2) == 64
-    with pytest.raises(InvalidArgument, match="micro_batches must be >= 1; got 0"):
-        loss_scale(micro_batches=0)
-    with pytest.raises(InvalidType, match="num_microbatches must be an integer"):
-        megatron_loss_scale(num_microbatches=1.5, data_parallel_size=1)
-    with pytest.raises(InvalidArgument, match="group needs torch"):
-        loss_scale("dp")
 
 
 @settings(max_examples=40)

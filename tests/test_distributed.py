@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterator
 
 import distributed_jobs as jobs
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_properties import DYADIC, EXTREME, OTHER, batches_with_threshold
 from worked_cases import CASES
-from world import Raised, World
+from world import TIMEOUT, Raised, World
 
 from m2po_kernels import m2po_loss, select
 
@@ -188,6 +189,18 @@ def test_missing_behavior_log_probs_are_an_error_on_all_ranks(world):
     assert_one_selection(solve(world, [[tokens], []]), tokens)  # nobody is left waiting
 
 
+def test_without_a_sync_nobody_waits_for_the_rank_that_raises(world):
+    tokens = random_tokens((2, 30))
+    missing = Tokens(tokens.log_probs, None, tokens.advantages, tokens.mask)
+    one, other = world.run(jobs.solve_without_reading, ([tokens],), ([missing],))
+    assert one[1] == 4
+    assert other.kind == "MissingBehaviorLogProbs"
+    shares = split(tokens, [17])
+    results = world.run(jobs.solve_without_reading, *(([share],) for share in shares))
+    assert torch.equal(torch.cat([keep for keep, _ in results]), select(*tokens).keep.flatten())
+    assert [calls for _, calls in results] == [4, 4]
+
+
 def test_nonfinite_error_is_raised_on_all_ranks(world):
     tokens = random_tokens((2, 10))
     spoiled = random_tokens((2, 10))
@@ -236,6 +249,11 @@ def test_replicas_passed_as_sharded_are_found(world):
     assert not any(isinstance(r, Raised) for r in unnoticed), unnoticed
     results = world.run(jobs.solve_checked, *(([tokens], "1") for _ in range(2)))
     assert_all_raise(results, "InvalidArgument", "group: its ranks [0, 1] hold the same tokens")
+    # On a mesh: data-parallel ranks 0 and 2 hold the same, 1 and 3 do not. The pairs of replicas see that too; none waits.
+    other, third = random_tokens((4, 30), seed=1), random_tokens((4, 30), seed=2)
+    crossed = world.run(jobs.solve_over_mesh, *(([share], "1", ("dp", "tp")) for share in (tokens, other, tokens, third)))
+    assert_all_raise(crossed[::2], "InvalidArgument", "group: its ranks [0, 1] hold the same tokens")
+    assert_all_raise(crossed[1::2], "InvalidArgument", "replicated_over: its ranks hold different tokens")
     apart = world.run(jobs.solve_checked, *(([share], "1") for share in split(tokens, [60])))
     assert torch.equal(torch.cat(apart), select(*tokens).keep.flatten())
     masked = Tokens(*list(tokens)[:3], tokens.mask & False)  # padding on two ranks is no replica
@@ -291,11 +309,14 @@ def test_training_step_is_the_unsplit_step(world, how, size):
 
 @pytest.mark.parametrize("die_at", [1, 3])
 def test_a_rank_that_dies_in_mid_solve_ends_the_others(die_at):
-    """The others get an error within the group's timeout; `run` waits no longer than three of them."""
+    """The others get an error within the group's timeout."""
     world = World(2)
     try:
         tokens = random_tokens((4, 30), seed=1)
+        solve(world, [[tokens], [tokens]])  # all are there
+        begin = time.monotonic()
         results = world.run(jobs.solve, (2, [tokens], {}, {"sync": False}), (2, [tokens], {}, {"sync": False}, die_at))
+        assert time.monotonic() - begin < TIMEOUT
         assert isinstance(results[0], Raised)
         assert results[0].kind in ("RuntimeError", "DistBackendError", "DistNetworkError"), results[0]
         assert results[1].kind == "exit"
