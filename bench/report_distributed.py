@@ -53,8 +53,8 @@ def _model(found: dict[tuple, Row]) -> list[str]:
     received = 2 * (MANY - 1) * buffer_bytes(MANY) // MANY
     head = ["tokens a rank", "solve, own part", "solve, tree", "solve, ring", "gather and sort, at least"]
     lines = [
-        f"The model at {MANY:,} ranks, {share:.1%} candidates: one step of a collective took s = {step:.3g} ms here, in which two "
-        f"processes wake each other up. {calls} all-reduces add {_ms(tree)} ms along a tree, {_ms(ring)} ms around a ring. "
+        f"The model at {MANY:,} ranks, {share:.1%} candidates: one step of a collective took s = {step:.3g} ms here, in which "
+        f"two processes wake each other up. {calls} all-reduces add {_ms(tree)} ms along a tree, {_ms(ring)} ms around a ring. "
         f"Each rank hands over {buffer_bytes(MANY):,} B.",
         "",
         *_header([*head, "a rank receives for it", "for solve"]),

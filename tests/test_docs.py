@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from m2po_kernels import select
+import m2po_kernels
+from m2po_kernels import m2po_loss, select
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -63,3 +65,29 @@ def test_the_twelve_tokens_of_one_sweep():
     assert selection.keep.logical_not().nonzero().flatten().tolist() == [1, 3]
     assert all(selection.keep[i] for i, x in enumerate(rows["kept"]) if x == "yes")
     assert float(selection.metrics.m2_after) == pytest.approx(0.22 / 6, rel=1e-6)
+
+
+def test_the_step_of_distributed_runs():
+    """As it stands in docs/distributed.md: its loss and gradient are those of the unsplit batch."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "distributed.md").read_text(), re.MULTILINE | re.DOTALL)
+    generator = torch.Generator().manual_seed(0)
+    x, noise, advantages = (torch.randn(4, 20, dtype=torch.float64, generator=generator) for _ in range(3))
+    weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    whole = (x * 0.5 + 0.4 * noise, advantages, torch.ones(4, 20))
+    want = m2po_loss(x * weight, *whole)
+    want.loss.backward()
+    gradient, weight.grad = weight.grad.clone(), None
+    logged: list[dict] = []
+    namespace = {
+        **{name: getattr(m2po_kernels, name) for name in m2po_kernels.__all__},
+        "torch": torch,
+        "model": lambda x: x * weight,
+        "micro_batches": [tuple(t[i : i + 2] for t in (x, *whole)) for i in (0, 2)],
+        "dp_group": None,
+        "logger": SimpleNamespace(log=logged.append),
+    }
+    exec(compile(code, "docs/distributed.md", "exec"), namespace)
+    assert logged[0]["dropped_tokens"] == int(want.metrics.dropped_tokens) > 0
+    # 80 terms, summed twice in other orders: within 2 * 80 roundings of the sum of their sizes.
+    size = float((m2po_loss(x * weight, *whole, reduction="none").loss * x).detach().abs().sum() / 80)
+    assert float(weight.grad) == pytest.approx(float(gradient), abs=160 * 2.0**-53 * size)
