@@ -61,7 +61,8 @@ def test_cut_is_that_of_the_sort(dtype, tau):
         partial += 0 < int(want.sum()) < v.numel()
         assert int(state.kept) == v.numel() - int(want.sum())
         assert float(digits.cut_value(state, dtype)) == float(value)
-        assert float(state.kept_sum) == pytest.approx(math.fsum(v[~want].tolist()), rel=1e-14)
+        # Each of at most 200 bins with a candidate is rounded three times and joins two sums.
+        assert float(state.kept_sum) == pytest.approx(math.fsum(v[~want].tolist()), rel=5 * 200 * 2.0**-53)
     assert partial > 3
 
 
@@ -121,8 +122,9 @@ def test_counts_of_two_billion_tokens_do_not_overflow(dtype):
         got = sum(int(limb) << (28 * i) for i, limb in enumerate(state.left))
         assert got * Fraction(2) ** unit.exponent == left, seed
         assert int(state.kept) == sum(counts[:n])
-        assert float(state.kept_sum) == pytest.approx(float(sum(sums[:n])), rel=1e-14)
-        assert float(state.counted) == pytest.approx(float(sum(sums)), rel=1e-14)
+        # Six bins hold any.
+        assert float(state.kept_sum) == pytest.approx(float(sum(sums[:n])), rel=5 * 6 * 2.0**-53)
+        assert float(state.counted) == pytest.approx(float(sum(sums)), rel=5 * 6 * 2.0**-53)
     assert len(ends) >= 3
 
 
