@@ -12,7 +12,7 @@ import torch
 from helpers import Tokens, random_tokens, run, same_bits
 from torch.utils import deterministic
 
-from m2po_kernels import dispatch, grpo_loss, m2po_loss, m2po_loss_from_logits, select, selective_log_softmax
+from m2po_kernels import M2Accumulator, dispatch, grpo_loss, m2po_loss, m2po_loss_from_logits, select, selective_log_softmax
 
 SHAPES = ((3, 7), (16, 257), (64, 1024), (1, 1))
 
@@ -228,6 +228,31 @@ def test_logits_never_wait_for_the_device(no_sync):
     m2po_loss_from_logits(logits, ids, *rest, backend="triton").loss.backward()
     lp = selective_log_softmax(logits, ids, temperature=0.7, inplace=True, backend="triton")
     lp.sum().backward()
+
+
+@pytest.fixture
+def nccl_alone(tmp_path):
+    """An NCCL group of this process alone: its collectives run as those of many."""
+    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.6])
+def test_solve_without_a_sync_never_waits(spread, nccl_alone, no_sync):
+    torch.cuda.set_sync_debug_mode("default")
+    tokens = random_tokens((6, 200), spread=spread, device="cuda")
+    first, second = M2Accumulator(), M2Accumulator()
+    first.add(*tokens)
+    second.add(*tokens)
+    want = first.solve(nccl_alone)  # waits, and connects
+    torch.cuda.set_sync_debug_mode("error")
+    sel = second.solve(nccl_alone, sync=False)
+    torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(sel.keep, select(*tokens).keep.flatten())
+    assert torch.equal(sel.keep, want.keep)
+    assert same_bits(sel.metrics.floats, want.metrics.floats)
+    assert M2Accumulator().solve(nccl_alone).keep.device.type == "cuda"
 
 
 def device_work(call) -> list[str]:
