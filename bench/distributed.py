@@ -38,7 +38,7 @@ ROUNDS = 7
 
 
 def sort_gathered(batch: TokenBatch) -> Tensor:
-    """keep, as trainers get it: v of T from every rank, one sort of all, the mask of this rank. Other tokens travel as -1."""
+    """keep, the plain way: v of T from every rank, one sort of all, the mask of this rank. Other tokens travel as -1."""
     rank, size = dist.get_rank(), dist.get_world_size()
     log_probs, behavior, advantages, mask = (t.detach() for t in batch.tensors())
     d = log_probs - behavior
