@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import simt
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -19,6 +20,9 @@ DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 PAIRS = [(device, backend) for device in DEVICES for backend in dispatch.candidates(torch.device(device))]
 if dispatch.why_not("triton", "cpu") is None:  # TRITON_INTERPRET=1: all tests also on triton, in its interpreter
     PAIRS.append(("cpu", "triton"))
+if simt.compiler():  # the CUDA kernels' own source, on the host
+    simt.install()
+    PAIRS.append(("cpu", "cuda"))
 
 settings.register_profile(
     "repeatable",
@@ -34,9 +38,11 @@ settings.load_profile("repeatable")
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
-        metafunc.parametrize(
-            ("device", "backend"), PAIRS, indirect=True, ids=[f"{device}-{backend}" for device, backend in PAIRS], scope="session"
-        )
+        pairs = PAIRS
+        if "logits" in metafunc.module.__name__:
+            pairs = [(device, name) for device, name in PAIRS if hasattr(dispatch.load(name), "log_softmax")]
+        ids = [f"{device}-{backend}" for device, backend in pairs]
+        metafunc.parametrize(("device", "backend"), pairs, indirect=True, ids=ids, scope="session")
     elif "device" in metafunc.fixturenames:
         metafunc.parametrize("device", DEVICES, indirect=True, scope="session")
 
@@ -62,7 +68,7 @@ def pytest_runtest_call(item: pytest.Item):
     try:
         return (yield)
     except BackendUnavailable as error:
-        if getattr(item, "callspec", None) and item.callspec.params.get("backend") == "triton" and "is float64" in str(error):
+        if getattr(item, "callspec", None) and item.callspec.params.get("backend") in ("triton", "cuda") and "is float64" in str(error):
             pytest.skip(str(error))
         raise
 
