@@ -17,6 +17,7 @@
 namespace {
 
 using m2po::MaybeTensor;
+using m2po::dtype_of;
 using m2po::rule_of;
 using m2po::source_of;
 using torch::headeronly::ScalarType;

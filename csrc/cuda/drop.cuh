@@ -69,6 +69,16 @@ M2PO_DEVICE void count_digit(Shared<kThreads>& shared, const CandidateList& list
   }
 }
 
+// The sum of `cost` over the threads before this one. In two parts, as CUB's shuffles take 128 bits through a stack frame.
+template <int kThreads>
+M2PO_DEVICE Wide cost_before(Shared<kThreads>& shared, Wide cost) {
+  unsigned long long low = 0, high = 0;
+  using Scan = BlockScan<unsigned long long, kThreads>;
+  Scan(shared.scan[0]).ExclusiveSum(low_part(cost), low);
+  Scan(shared.scan[1]).ExclusiveSum(high_part(cost), high);
+  return joined(low, high);
+}
+
 // Pays for bins in ascending order: the first that the slack cannot pay for into shared.bin, its members, the slack before it.
 // There is such a bin. Every candidate costs more than nothing, so those before the first unpaid one are all paid.
 template <int kThreads, int kBins>
@@ -81,9 +91,9 @@ M2PO_DEVICE void find_unpaid(Shared<kThreads>& shared, const GlobalBin* bins, co
     const Wide mantissas = static_cast<Wide>(bins[i].mantissas);
     return cost_of<float>(unit, {count_at(i), mantissas}, exponent_field<float>(bits));
   };
-  Wide mine = 0, before = 0;
+  Wide mine = 0;
   for (int j = 0; j < kMine; ++j) mine += cost_at(thread() * kMine + j);
-  BlockScan<Wide, kThreads>(shared.scan).ExclusiveSum(mine, before);
+  const Wide before = cost_before(shared, mine);
   Wide left = slack - before;
   if (before == 0 || left >= 0) {
     for (int j = 0; j < kMine; ++j) {

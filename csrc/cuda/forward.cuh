@@ -109,8 +109,8 @@ M2PO_DEVICE void price(Shared<kThreads>& shared, const Unit& unit, const Candida
   cost = warp_total(cost);
   cost = cost < kUnpayable ? cost : kUnpayable;
   put_partial(shared, kCandidates, list.count());
-  put_partial(shared, kCostLow, static_cast<uint64_t>(cost) & ((uint64_t{1} << kCostBits) - 1));
-  put_partial(shared, kCostHigh, static_cast<uint64_t>(cost >> kCostBits));
+  put_partial(shared, kCostLow, low_part(cost));
+  put_partial(shared, kCostHigh, high_part(cost));
   put_partial(shared, kPolicyCandidates, to_word(warp_total(policy)));
   put_partial(shared, kVCandidates, to_word(warp_total(v_sum)));
 }
@@ -168,7 +168,7 @@ M2PO_DEVICE void forward(const ForwardJob& job) {
   const int64_t n_candidates = static_cast<int64_t>(shared.total[kCandidates]);
   const int64_t n_low = static_cast<int64_t>(shared.total[kRegion] - shared.total[kGoneRegion]) - n_candidates;
   const Wide slack = slack_of(job.unit, n_low, static_cast<int64_t>(shared.total[kLowSum]));
-  const Wide cost = (static_cast<Wide>(shared.total[kCostHigh]) << kCostBits) + static_cast<Wide>(shared.total[kCostLow]);
+  const Wide cost = joined(shared.total[kCostLow], shared.total[kCostHigh]);
   if (n_candidates == 0 || cost <= slack) {
     if (block() == 0) finish(shared, job, {}, kPolicyCandidates, kVCandidates);
     return;
@@ -186,7 +186,7 @@ int64_t shared_bytes_of(uint32_t list_room) {
 }
 
 template <int kThreads, bool kPlain>
-M2PO_KERNEL(kThreads, kBlocksPerMultiprocessor)
+M2PO_KERNEL(kThreads, kPlain ? kBlocksPerMultiprocessor : 1)
 forward_kernel(M2PO_ARGUMENT(ForwardJob) job) {
   gpu::forward<kThreads, kPlain>(job);
 }

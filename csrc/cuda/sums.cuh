@@ -26,6 +26,13 @@ M2PO_DEVICE Wide warp_total(Wide x) {
 M2PO_DEVICE uint64_t to_word(double x) { return __builtin_bit_cast(uint64_t, x); }
 M2PO_DEVICE double to_double(uint64_t word) { return __builtin_bit_cast(double, word); }
 
+// A cost in two parts that are added up without a carry.
+M2PO_DEVICE unsigned long long low_part(Wide cost) {
+  return static_cast<unsigned long long>(cost) & ((1ull << kCostBits) - 1);
+}
+M2PO_DEVICE unsigned long long high_part(Wide cost) { return static_cast<unsigned long long>(cost >> kCostBits); }
+M2PO_DEVICE Wide joined(uint64_t low, uint64_t high) { return (static_cast<Wide>(high) << kCostBits) + static_cast<Wide>(low); }
+
 M2PO_DEVICE uint64_t neutral(int kind) { return kind == kFirstBad || kind == kGoneMin ? ~uint64_t{0} : 0; }
 
 M2PO_DEVICE uint64_t combine(int kind, uint64_t a, uint64_t b) {
@@ -41,7 +48,7 @@ struct Shared {
   static constexpr int kWarps = kThreads / kWarp;
   uint64_t partial[kKinds][kWarps];
   uint64_t total[kKinds];
-  typename BlockScan<Wide, kThreads>::TempStorage scan;
+  typename BlockScan<unsigned long long, kThreads>::TempStorage scan[2];
   Wide slack;           // before the bin that was found
   int64_t members;      // of that bin
   int bin;

@@ -8,6 +8,7 @@ namespace m2po {
 // 8 warps a block, 2 blocks on a multiprocessor: 128 registers a thread, which the sweep needs for 8 tokens a lane without
 // spilling. Each lane has 8 * (4 + 4) bytes and more on their way, so a multiprocessor 512 * 72 = 36 KB: above bandwidth times
 // latency of every chip here (H200: 4.8 TB/s * 0.7 us / 132 = 25 KB).
+// With every option the sweep spills a few registers at 128 (sm_80, sm_90), so there one block has them all.
 inline constexpr int kThreadsPerBlock = 256;
 inline constexpr int kBlocksPerMultiprocessor = 2;
 
