@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SOURCES := pyproject.toml setup.py $(wildcard csrc/*.cpp csrc/core/* csrc/cpu/*)
+SOURCES := pyproject.toml setup.py $(wildcard csrc/*.cpp csrc/*.h csrc/core/* csrc/cpu/* csrc/cuda/*)
 # The compiler that setup.py would take, if this is a platform that it builds for.
 ifeq ($(shell uname -s),Linux)
 HAVE_CXX := $(firstword $(foreach name,$(if $(filter default,$(origin CXX)),c++ g++,$(CXX)),$(shell command -v $(name) 2>/dev/null)))

@@ -1,8 +1,9 @@
 """Builds the compiled libraries. M2PO_BUILD=none|cpu|cuda; without it, what this machine can build. Says what it chose.
 
-_native.so is the CPU backend, _cuda.so the CUDA backend; the latter needs nvcc, but neither a GPU nor a torch with CUDA. Both
-use libtorch's stable ABI and no Python API, so one wheel per platform serves every torch >= 2.10 and every CPython >= 3.10. Torch is not imported, only its headers and libraries are looked for: in the environment that runs pip, also
-from within pip's build isolation, so that a build never downloads a torch of its own.
+_native.so is the CPU backend, _cuda.so the CUDA backend; the latter needs nvcc, but neither a GPU nor a torch with CUDA. Both use
+libtorch's stable ABI and no Python API, so one wheel per platform serves every torch >= 2.10 and every CPython >= 3.10. Torch is
+not imported, only its headers and libraries are looked for: in the environment that runs pip, also from within pip's build
+isolation, so that a build never downloads a torch of its own.
 """
 
 import json
@@ -121,7 +122,7 @@ def first_line_of(command: list[str], pattern: str = ".+") -> str:
 
 
 def write_record(command: build_py, failed: dict[str, str]) -> None:
-    """Leaves in the package what was built, for `m2po doctor` and for loading. failed: why a library that was chosen is not there."""
+    """Leaves in the package what was built, for `m2po doctor` and for loading. failed: why a chosen library is not there."""
     compiler, torch = NEEDED
     built = {name: chosen and name not in failed for name, (chosen, _) in CHOSEN.items()}
     record = {
@@ -129,7 +130,11 @@ def write_record(command: build_py, failed: dict[str, str]) -> None:
         "why": failed.get("native", CHOSEN["native"][1]),
         "cuda": built["cuda"],
         "why_cuda": failed.get("cuda", CHOSEN["cuda"][1]),
-        **{"compiler": "", "torch": "", "isas": [], "nvcc": "", "architectures": []},
+        "compiler": "",
+        "torch": "",
+        "isas": [],
+        "nvcc": "",
+        "architectures": [],
     }
     if built["native"]:
         found = re.search(r"__version__ = '([^']+)'", (torch / "version.py").read_text())
@@ -207,10 +212,11 @@ class BuildPython(build_py):
 
 
 class PlatformWheel(bdist_wheel):
-    """py3-none-<platform>: the extension uses no Python API."""
+    """cp310-abi3-<platform>: the libraries use no Python API. py3-none where nothing was compiled."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return ("py3", "none", super().get_tag()[2])
+        compiled = self.distribution.has_ext_modules()
+        return (*(("cp310", "abi3") if compiled else ("py3", "none")), super().get_tag()[2])
 
 
 class NativeDistribution(Distribution):
