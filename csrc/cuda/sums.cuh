@@ -1,6 +1,7 @@
 // Sums over a warp, a block and the grid: each a fixed tree, so that fp64 sums are the same in every run of one shape.
 #pragma once
 
+#include "../core/scalar.h"
 #include "list.cuh"
 
 namespace m2po {

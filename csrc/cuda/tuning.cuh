@@ -13,16 +13,16 @@ inline constexpr int kThreadsPerBlock = 256;
 inline constexpr int kBlocksPerMultiprocessor = 2;
 
 // Candidates of one warp in shared memory, 12 bytes each. Two blocks share a multiprocessor's memory, each with its histogram and
-// sums of 26.5 KB; what does not fit goes to global memory, mostly into the second-level cache.
+// sums of 31 KB; what does not fit goes to global memory, mostly into the second-level cache.
 struct Tuning {
   int arch;            // compute capability, from this one on
   uint32_t list_room;  // per warp
 };
 inline constexpr Tuning kTunings[] = {
-    {80, 512},    // A100, A800: 164 KB a multiprocessor; 26.5 + 48 KB a block
-    {86, 192},    // A10, A40, RTX 30: 100 KB; 26.5 + 18 KB
+    {80, 512},    // A100, A800: 164 KB a multiprocessor; 31 + 48 KB a block
+    {86, 192},    // A10, A40, RTX 30: 100 KB; 31 + 18 KB
     {89, 192},    // RTX 4090, L4, L40: 100 KB
-    {90, 768},    // H100, H200: 228 KB; 26.5 + 72 KB. 2^20 tokens are 2 tiles = 512 tokens a warp: all fit
+    {90, 768},    // H100, H200: 228 KB; 31 + 72 KB. 2^20 tokens are 2 tiles = 512 tokens a warp: all fit
     {100, 768},   // B200: 228 KB
     {120, 192},   // RTX 50: 100 KB
 };
