@@ -64,8 +64,8 @@ wheel-check: wheel
 	build/other/bin/python -m pip install --quiet "$$(ls -t dist/*.whl | head -1)[test]"
 	build/other/bin/m2po doctor
 	build/other/bin/m2po check
-	cp -r tests bench csrc pyproject.toml build/other/
-	cd build/other && bin/python -m pytest -q -m "not slow and not package" -p no:cacheprovider tests
+	cp -r tests csrc pyproject.toml build/other/
+	cd build/other && bin/python -m pytest -q -p no:cacheprovider $(addprefix tests/test_,$(addsuffix .py,worked_cases selection loss properties ops))
 
 # The package with its command line and its benchmarks, in .venv.
 install: $(VENV)/.extra-bench
