@@ -20,7 +20,7 @@ DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 PAIRS = [(device, backend) for device in DEVICES for backend in dispatch.candidates(torch.device(device))]
 if dispatch.why_not("triton", "cpu") is None:  # TRITON_INTERPRET=1: all tests also on triton, in its interpreter
     PAIRS.append(("cpu", "triton"))
-if simt.compiler():  # the CUDA kernels' own source, on the host
+if simt.compiler() and not torch.cuda.is_available():  # the CUDA kernels' own source, on the host
     simt.install()
     PAIRS.append(("cpu", "cuda"))
 
