@@ -23,6 +23,7 @@ FILES = (
     "test_properties.py",
     "test_worked_cases.py",
     "test_selection.py",
+    "test_agreement.py",
     "test_large.py",
 )
 

@@ -22,7 +22,7 @@ struct View {
   const void* data = nullptr;
   int64_t row_stride = 0, column_stride = 0;  // in elements
   DType dtype = DType::f32;
-  bool wide = false;  // token i is element i, and the first lies at a multiple of 16 bytes
+  bool wide = false;  // a lane's tokens lie side by side, the first at a multiple of 16 bytes (8 for bytes)
 };
 
 struct Inputs {

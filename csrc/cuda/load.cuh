@@ -25,6 +25,8 @@ struct Place {
     column = position - row * columns;
   }
   M2PO_DEVICE bool full() const { return count == kPerLane; }
+  // Of the lane's first token in a tensor whose columns lie side by side, in elements.
+  M2PO_DEVICE int64_t offset(const View& view) const { return row * view.row_stride + column; }
 };
 
 template <class T, int kCount>
@@ -62,7 +64,7 @@ M2PO_DEVICE Raw load(const View& view, const Place& at) {
   switch (view.dtype) {
     case DType::f32:
       if (view.wide && at.full()) {
-        const auto pack = *reinterpret_cast<const Pack<uint32_t, kPerLane>*>(static_cast<const uint32_t*>(view.data) + at.start);
+        const auto pack = *reinterpret_cast<const Pack<uint32_t, kPerLane>*>(static_cast<const uint32_t*>(view.data) + at.offset(view));
 #pragma unroll
         for (int k = 0; k < kPerLane; ++k) raw.word[k] = pack.x[k];
       } else {
@@ -74,7 +76,7 @@ M2PO_DEVICE Raw load(const View& view, const Place& at) {
       break;
     default:
       if (view.wide && at.full()) {
-        const auto* from = static_cast<const uint16_t*>(view.data) + at.start;
+        const auto* from = static_cast<const uint16_t*>(view.data) + at.offset(view);
         const auto pack = *reinterpret_cast<const Pack<uint32_t, kPerLane / 2>*>(from);
 #pragma unroll
         for (int k = 0; k < kPerLane / 2; ++k) raw.word[k] = pack.x[k];
@@ -115,7 +117,7 @@ M2PO_DEVICE uint32_t load_flags(const View& view, const Place& at) {
   switch (view.dtype) {
     case DType::u8: {
       if (!view.wide || !at.full()) return flags_of<uint8_t>(view, at, 0);
-      const auto pack = *reinterpret_cast<const Pack<uint32_t, 2>*>(static_cast<const uint8_t*>(view.data) + at.start);
+      const auto pack = *reinterpret_cast<const Pack<uint32_t, 2>*>(static_cast<const uint8_t*>(view.data) + at.offset(view));
       uint32_t flags = 0;
 #pragma unroll
       for (int k = 0; k < kPerLane; ++k)
@@ -144,7 +146,7 @@ M2PO_DEVICE void store(const View& view, const Place& at, const float (&values)[
       Pack<float, kPerLane> pack;
 #pragma unroll
       for (int k = 0; k < kPerLane; ++k) pack.x[k] = values[k];
-      *reinterpret_cast<Pack<float, kPerLane>*>(static_cast<float*>(const_cast<void*>(view.data)) + at.start) = pack;
+      *reinterpret_cast<Pack<float, kPerLane>*>(static_cast<float*>(const_cast<void*>(view.data)) + at.offset(view)) = pack;
     } else {
       for_each_element<float>(view, at, [&](int k, float* p) { *p = values[k]; });
     }
@@ -155,7 +157,7 @@ M2PO_DEVICE void store(const View& view, const Place& at, const float (&values)[
 #pragma unroll
   for (int k = 0; k < kPerLane; ++k) pack.x[k] = is_f16 ? float_to_f16(values[k]) : float_to_bf16(values[k]);
   if (view.wide && at.full()) {
-    *reinterpret_cast<Pack<uint16_t, kPerLane>*>(static_cast<uint16_t*>(const_cast<void*>(view.data)) + at.start) = pack;
+    *reinterpret_cast<Pack<uint16_t, kPerLane>*>(static_cast<uint16_t*>(const_cast<void*>(view.data)) + at.offset(view)) = pack;
   } else {
     for_each_element<uint16_t>(view, at, [&](int k, uint16_t* p) { *p = pack.x[k]; });
   }

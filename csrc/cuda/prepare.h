@@ -10,14 +10,20 @@
 
 namespace m2po {
 
+inline int64_t bytes_of(DType dtype) {
+  constexpr int64_t bytes[] = {4, 2, 2, 8, 1, 2, 4, 8};
+  return bytes[static_cast<int>(dtype)];
+}
+
 inline View view_of(const Source& source, const Grid& grid) {
   View view;
   view.data = source.data;
   view.row_stride = source.row_stride;
   view.column_stride = source.column_stride;
   view.dtype = source.dtype;
-  const bool flat = source.column_stride == 1 && (source.row_stride == grid.columns || grid.rows == 1);
-  view.wide = flat && reinterpret_cast<uintptr_t>(source.data) % 16 == 0;
+  const bool one_run = source.row_stride == grid.columns || grid.rows == 1;
+  const bool even_rows = grid.columns % kPerLane == 0 && source.row_stride * bytes_of(source.dtype) % 16 == 0;
+  view.wide = source.column_stride == 1 && (one_run || even_rows) && reinterpret_cast<uintptr_t>(source.data) % 16 == 0;
   return view;
 }
 

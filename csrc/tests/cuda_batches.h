@@ -15,13 +15,8 @@
 
 namespace m2po {
 
-inline int64_t bytes_of(DType dtype) {
-  constexpr int64_t bytes[] = {4, 2, 2, 8, 1, 2, 4, 8};
-  return bytes[static_cast<int>(dtype)];
-}
-
 // How a tensor lies in its memory.
-enum class Layout { contiguous, misaligned, every_third, transposed, framed, one_a_row };
+enum class Layout { contiguous, misaligned, every_third, transposed, framed, framed_evenly, one_a_row };
 
 // Values of one tensor, stored in some dtype and layout in memory of exactly that size, so that AddressSanitizer sees its ends.
 class Stored {
@@ -51,6 +46,10 @@ class Stored {
       case Layout::framed:
         source_.row_stride = grid.columns + 3;
         first = 2;
+        elements = grid.rows * source_.row_stride;
+        break;
+      case Layout::framed_evenly:
+        source_.row_stride = (grid.columns / 16 + 1) * 16;
         elements = grid.rows * source_.row_stride;
         break;
       case Layout::one_a_row:

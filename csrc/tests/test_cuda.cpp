@@ -130,14 +130,15 @@ Held hold(const Tokens& t, DType dtype, Layout layout, bool extras) {
 TEST(Cuda, RandomBatchesAsTheCpuDecides) {
   std::mt19937 g(1);
   const double taus[] = {0.04, 0.0, 1e-30, 0.003, 0.5, 1e30, kInfinity};
-  const Layout layouts[] = {Layout::contiguous, Layout::misaligned, Layout::every_third, Layout::transposed, Layout::framed};
+  const Layout layouts[] = {Layout::contiguous, Layout::misaligned, Layout::every_third, Layout::transposed, Layout::framed,
+                            Layout::framed_evenly};
   const DType dtypes[] = {DType::f32, DType::bf16, DType::f16};
   int64_t dropped = 0, kept_candidates = 0;
   for (int trial = 0; trial < kTrials; ++trial) {
-    const int64_t rows = 1 + g() % 5, columns = trial % 50 == 0 ? 700 : 1 + g() % 90;
+    const int64_t rows = 1 + g() % 5, columns = trial % 50 == 0 ? 700 : trial % 4 == 0 ? 8 * (1 + g() % 10) : 1 + g() % 90;
     const double noise = std::pow(10.0, -1.5 + static_cast<double>(g() % 100) / 50);
     const Tokens t = random_tokens(rows, columns, noise, trial % 2 == 0, g);
-    const Held h = hold(t, dtypes[g() % 3], layouts[g() % 5], trial % 3 == 0);
+    const Held h = hold(t, dtypes[g() % 3], layouts[g() % 6], trial % 3 == 0);
     Rule rule;
     rule.m2_threshold = taus[trial % 3 == 0 ? g() % 7 : 0];
     rule.scope_all = g() % 5 == 0;
@@ -270,6 +271,7 @@ TEST(Cuda, WorkedCases) {
       {"T7", 0, {.1, .2}, {1, 1}, {1, 1}, {0, 0}},
       {"T8", 0.04, {.6, .6, .6}, {0, 1, 1}, {1, 1, 1}, {1, 0, 0}},
       {"T9", 0.04, {200, 0}, {1, 1}, {0, 1}, {0, 1}},
+      {"T10", 0.04, {0, 0, 200}, {1, 1, 1}, {1, 1, 0}, {1, 1, 0}},
       {"T11", 0.1, {.31622776}, {1}, {1}, {0}},
       {"T12", 0.04, {100, .1}, {0, 1}, {1, 1}, {1, 1}},
   };
@@ -296,7 +298,7 @@ class Rollouts {
   }
   Source source(const std::string& name, DType dtype, int64_t row_stride, int64_t column_stride) const {
     const std::string key = "\"data_offsets\":[";
-    const size_t entry = header_.find("\"" + name + "\":"), offsets = header_.find(key, entry);
+    const size_t entry = header_.find("\"" + name + "\":{"), offsets = header_.find(key, entry);
     if (entry == std::string::npos || offsets == std::string::npos) throw std::runtime_error("no " + name + " in " M2PO_ROLLOUTS);
     const char* const data = bytes_.data() + 8 + header_.size();
     return {data + std::stoull(header_.substr(offsets + key.size())), dtype, row_stride, column_stride};
