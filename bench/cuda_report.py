@@ -1,6 +1,6 @@
 """Compiles the CUDA kernels for each chip that is supported, without a GPU, and tells what came out.
 
-python -m bench.cuda_report            # prints the table and writes it to docs/kernels-cuda.md
+python -m bench.cuda_report            # prints the rows and writes them into docs/kernels.md
 python -m bench.cuda_report --check    # exits with 1 on a spill, a stack frame or missing 16-byte accesses
 """
 
@@ -14,8 +14,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from .kernel_table import replace_rows
+
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = ROOT / "docs" / "kernels-cuda.md"
 # As in setup.py.
 CHIPS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 FLAGS = ("-std=c++20", "-O3", "-DNDEBUG", "-fmad=false", "-DM2PO_ISA=device", "-Xptxas", "-v")
@@ -112,47 +113,28 @@ def figures(chip: str) -> list[Figures]:
     return found
 
 
-def table() -> str:
-    """All figures as a Markdown table; raises SystemExit with the problems if there are any."""
-    heads = (
-        "kernel",
-        "chip",
-        "registers",
-        "stack and spills, B",
-        "shared memory, B",
-        "16-byte loads",
-        "16-byte stores",
-        "blocks",
-    )
-    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
-    problems = []
+def rows() -> list[str]:
+    """All figures as rows of a Markdown table; raises SystemExit with the problems if there are any."""
+    lines, problems = [], []
     for chip in CHIPS:
         for f in sorted(figures(chip), key=lambda f: f.kernel):
             problems += [f"{f.kernel} on {chip}: {problem}" for problem in f.problems(chip)]
-            cells = (f.kernel, chip, f.registers, f.stack + f.spilled, f.shared, f.wide_loads, f.wide_stores, f.blocks)
+            cells = (f"CUDA {f.kernel}", chip, f.registers, f.stack + f.spilled, 0, f.shared, f.wide_loads, f.wide_stores)
             lines.append(f"| {' | '.join(map(str, cells))} |")
     if problems:
         raise SystemExit("\n".join(problems))
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="compile and check, write nothing")
     args = parser.parse_args()
-    text = table()
-    print(text)
+    made = rows()
     if not args.check:
-        DOCUMENT.write_text(_INTRODUCTION + text)
+        replace_rows(made, cuda=True)
+    print("\n".join(made))
 
-
-_INTRODUCTION = """# The CUDA kernels as compiled
-
-Made by `python -m bench.cuda_report`: nvcc's own words for `csrc/cuda/launch.cu`, with the flags of `setup.py`, without a GPU.
-Registers are per thread of 256; shared memory is per block, its lists of candidates included; blocks is how many the launch
-counts on to run on one multiprocessor. Accesses of 16 bytes are counted in the PTX.
-
-"""
 
 if __name__ == "__main__":
     main()
