@@ -2,7 +2,7 @@
 #   PYTHON     the interpreter of .venv, 3.10 or newer
 #   TORCH      what pip installs as torch, 2.10 or newer; a small one for CPUs only:
 #              make test TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
-#   M2PO_BUILD cpu: compile the native backend or fail; none: compile nothing; unset: compile what this machine can
+#   M2PO_BUILD cpu, cuda: compile the native backend, or the CUDA one too, or fail; none: compile nothing; unset: what this machine can
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 
