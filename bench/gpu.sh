@@ -10,6 +10,8 @@
 #
 # Rows are written as they are measured, to RESULTS/<gpu>-gpu-*.jsonl; a step that fails or runs out of time leaves what it has, the
 # others still run, and the exit code is 1. Logs: RESULTS/gpu-logs/. The limits of all steps add up to 475 s.
+# The backend cuda needs its compiled library, m2po_kernels/_cuda.so: `make install` builds it where nvcc is, for any torch >= 2.10, and
+# it may be copied from there with m2po_kernels/_build.json. Without it the other backends run, and the run fails.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 PYTHON=${PYTHON:-python3}
@@ -42,8 +44,10 @@ else
   step 25 install "$PYTHON" -m pip install --quiet --no-deps --retries 0 --timeout 5 -r bench/gpu-requirements.txt
 fi
 name=$("$PYTHON" -c 'import torch; from bench.machine import slug; print(slug(torch.cuda.get_device_name()))')
+"$PYTHON" -c 'import sys, torch; from m2po_kernels.dispatch import why_not; sys.exit(torch.version.cuda and why_not("cuda", "cuda"))' ||
+  failed+=("cuda: not run, for the reason above")
 if "$PYTHON" -c 'import pytest, hypothesis, expecttest, safetensors'; then
-  step 150 tests "$PYTHON" bench/gpu_tests.py
+  step 140 tests "$PYTHON" bench/gpu_tests.py
 else
   failed+=("tests: not run, for want of the module named above")
 fi
@@ -52,7 +56,8 @@ step 60 check "$PYTHON" -m bench.check --device cuda --out "$logs/check.jsonl"
 step 110 tokens "$PYTHON" -m bench.gpu_tokens --budget 85 --out "$results/$name-gpu-tokens.jsonl"
 step 80 logits "$PYTHON" -m bench.gpu_logits --budget 60 --out "$results/$name-gpu-logits.jsonl"
 if command -v compute-sanitizer >/dev/null; then
-  step 40 sanitizer compute-sanitizer --error-exitcode 1 "$PYTHON" bench/sanitized.py
+  step 30 memcheck compute-sanitizer --error-exitcode 1 "$PYTHON" bench/sanitized.py
+  step 30 racecheck compute-sanitizer --tool racecheck --error-exitcode 1 "$PYTHON" bench/sanitized.py
 else
   echo "== sanitizer: compute-sanitizer is not installed"
 fi

@@ -17,7 +17,7 @@ from .data import FULL_KINDS, TokenBatch, make_batch, make_full_batch
 from .device_time import Rows, Work, attempt, copy_ms, measure, say
 
 NAMES = (*contenders.NAMES, "sort_static")
-CAPTURABLE = ("triton", "sort_static")  # the others ask the device for a size on the way
+CAPTURABLE = ("cuda", "triton", "sort_static")  # the others ask the device for a size on the way
 COMPILED_TOKENS = 1 << 20  # torch.compile takes 10 to 20 s for each length
 # The first are the ones that targets are set for: a run that is cut off has them.
 CASES: tuple[tuple[int, float | str], ...] = (

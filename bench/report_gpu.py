@@ -73,17 +73,19 @@ def _table(task: str, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _targets(rows: list[dict[str, Any]]) -> list[str]:
-    """The cost of many candidates: each kind of batch against 0.5 % candidates, of the same length."""
-    own = [row for row in rows if row["what"] == "loss" and row["backend"] == "triton" and not row.get("error")]
-    found = {(row["tokens"], row["kind"]): row for row in own}
-    lines = []
-    for (tokens, kind), row in found.items():
-        healthy = found.get((tokens, "0.005"))
+    """The cost of many candidates: each kind of batch against 0.5 % candidates, of the same length. And cuda beside triton."""
+    own = [row for row in rows if row["what"] == "loss" and row["backend"] in ("cuda", "triton") and not row.get("error")]
+    found = {(row["backend"], row["tokens"], row["kind"]): row for row in own}
+    lines, beside = [], []
+    for (name, tokens, kind), row in found.items():
+        healthy, triton = found.get((name, tokens, "0.005")), found.get(("triton", tokens, kind))
         if healthy and kind != "0.005":
-            lines.append(
-                f"- {tokens} tokens, {kind}: {device_ms(row) / device_ms(healthy):.2f} times the time at 0.5 % candidates"
-            )
-    return ["## Many candidates (triton, loss and gradient; at most 4 is wanted)", "", *lines] if lines else []
+            ratio = device_ms(row) / device_ms(healthy)
+            lines.append(f"- {name}, {tokens} tokens, {kind}: {ratio:.2f} times the time at 0.5 % candidates")
+        if name == "cuda" and triton:
+            beside.append(f"- {tokens} tokens, {kind}: {device_ms(row) / device_ms(triton):.2f} times the time of triton")
+    many = ["## Many candidates (loss and gradient; at most 4 is wanted)", "", *lines, ""] if lines else []
+    return many + (["## cuda beside triton (loss and gradient; at most 1 is wanted)", "", *beside] if beside else [])
 
 
 def device_ms(row: dict[str, Any]) -> float:

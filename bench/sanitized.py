@@ -1,29 +1,46 @@
-"""One small call of every kernel, for compute-sanitizer: `compute-sanitizer --error-exitcode 1 python bench/sanitized.py`."""
+"""One small call of every kernel, for compute-sanitizer: `compute-sanitizer --error-exitcode 1 python bench/sanitized.py`.
+
+Every backend that serves the device, eager apart.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from bench.data import FULL_KINDS, make_full_batch
-from m2po_kernels import grpo_loss, m2po_loss, select, selective_log_softmax
+from m2po_kernels import dispatch, grpo_loss, m2po_loss, select, selective_log_softmax
 
 
 def main(device: str) -> None:
-    """Lengths that no block divides, candidates of every kind, and a vocabulary with a tail; forward and backward."""
+    names = [name for name in dispatch.candidates(torch.device(device)) if dispatch.why_not(name, device) is None]
+    for name in names:
+        if name == "eager":
+            continue
+        from_log_probs(name, device)
+        if hasattr(dispatch.load(name), "log_softmax"):
+            from_logits(name, device)
+        print(f"every kernel of {name} ran")
+
+
+def from_log_probs(name: str, device: str) -> None:
+    """Lengths that no block divides, candidates of every kind; forward and backward."""
     for kind in FULL_KINDS:
         batch = make_full_batch(4096, kind, device=device)
         tensors = [t.detach()[:, :3001] for t in batch.tensors()]
-        select(*tensors)
+        select(*tensors, backend=name)
         for loss in (m2po_loss, grpo_loss):
             for reduction in ("token-mean", "none"):
                 leaf = tensors[0].clone().requires_grad_()
-                loss(leaf, *tensors[1:], reduction=reduction).loss.sum().backward()
+                loss(leaf, *tensors[1:], reduction=reduction, backend=name).loss.sum().backward()
+
+
+def from_logits(name: str, device: str) -> None:
+    """A vocabulary with a tail; forward and backward."""
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.randn(3, 5003, device=device).to(dtype).requires_grad_()
         ids = torch.tensor([0, 5002, 77], device=device)
-        lp, entropy = selective_log_softmax(logits, ids, return_entropy=True, entropy_grad=True)
+        lp, entropy = selective_log_softmax(logits, ids, return_entropy=True, entropy_grad=True, backend=name)
         (lp.sum() + entropy.sum()).backward()
-    print("every kernel ran")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compiles every Triton kernel ahead of time for each chip that is supported, without a GPU, and tells what came out.
 
-    python -m bench.triton_report            # prints the table and writes it to docs/kernels.md
+    python -m bench.triton_report            # prints the rows and writes them into docs/kernels.md
     python -m bench.triton_report --check    # exits with 1 on a spill, too many registers or too much shared memory
 
 A kernel is added by a function that yields `Variant`s and is listed in VARIANTS.
@@ -25,8 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "kernels.md"
-MARKS = ("<!-- table: python -m bench.triton_report -->\n", "<!-- end of table -->\n")
+from .kernel_table import replace_rows
+
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -261,13 +261,9 @@ def variants() -> list[Variant]:
     return list(_REGISTRY)
 
 
-def table() -> str:
-    """All figures as a Markdown table; raises SystemExit with the problems if there are any."""
-    lines = [
-        "| kernel | chip | registers | spills | parked | shared memory, B | 16-byte loads | 16-byte stores |",
-        "| --- " * 8 + "|",
-    ]
-    problems = []
+def rows() -> list[str]:
+    """All figures as rows of a Markdown table; raises SystemExit with the problems if there are any."""
+    lines, problems = [], []
     cases = [(i, chip.name) for i in range(len(_REGISTRY)) for chip in CHIPS]
     with ProcessPoolExecutor() as pool:
         for (i, chip_name), f in zip(cases, pool.map(_compile, cases), strict=True):
@@ -280,31 +276,18 @@ def table() -> str:
             print(lines[-1], file=sys.stderr, flush=True)
     if problems:
         raise SystemExit("\n".join(problems))
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="compile and check, write nothing")
     args = parser.parse_args()
-    text = table()
-    if args.check:
-        return
-    document = DOCUMENT.read_text() if DOCUMENT.exists() else _INTRODUCTION + "".join(MARKS)
-    before, rest = document.split(MARKS[0])
-    DOCUMENT.write_text(before + MARKS[0] + "\n" + text + "\n" + MARKS[1] + rest.split(MARKS[1])[1])
-    print(text)
+    made = rows()
+    if not args.check:
+        replace_rows(made, cuda=False)
+    print("\n".join(made))
 
-
-_INTRODUCTION = f"""# The Triton kernels as compiled
-
-Compiled ahead of time by Triton {triton.__version__} with the shipped configurations
-(`m2po_kernels/backends/triton/tuning.py`), without a GPU.
-Registers are per thread (NVIDIA) or per lane (AMD). Spills are instructions that move a register to or from memory. Parked are
-AMD's scalar registers that wait in lanes of vector registers; they never go to memory. Loads and stores are counted in the PTX or
-ISA text. A kernel has each load twice, for whole blocks and masked for the last one.
-
-"""
 
 if __name__ == "__main__":
     main()

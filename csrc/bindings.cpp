@@ -2,8 +2,6 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <array>
 #include <cstring>
@@ -11,15 +9,19 @@
 #include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "core/cut.h"
 #include "cpu/driver.h"
 #include "cpu/isa.h"
 
 namespace {
 
+using m2po::MaybeTensor;
+using m2po::dtype_of;
+using m2po::rule_of;
+using m2po::source_of;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-using MaybeTensor = std::optional<Tensor>;
 
 class TorchThreads final : public m2po::Parallel {
  public:
@@ -27,59 +29,6 @@ class TorchThreads final : public m2po::Parallel {
     torch::stable::parallel_for(0, n, grain, [=](int64_t begin, int64_t end) { body(context, begin, end); });
   }
 };
-
-m2po::DType dtype_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float:
-      return m2po::DType::f32;
-    case ScalarType::BFloat16:
-      return m2po::DType::bf16;
-    case ScalarType::Half:
-      return m2po::DType::f16;
-    case ScalarType::Double:
-      return m2po::DType::f64;
-    case ScalarType::Bool:
-    case ScalarType::Byte:
-    case ScalarType::Char:
-      return m2po::DType::u8;
-    default:
-      STD_TORCH_CHECK(false, "m2po_native: unexpected dtype ", torch::headeronly::toString(tensor.scalar_type()));
-  }
-}
-
-m2po::Source source_of(const Tensor& tensor) {
-  const bool matrix = tensor.dim() == 2;
-  return {tensor.const_data_ptr(), dtype_of(tensor), matrix ? tensor.stride(0) : 0, tensor.stride(matrix ? 1 : 0)};
-}
-
-m2po::Source source_of(const MaybeTensor& tensor) { return tensor ? source_of(*tensor) : m2po::Source{}; }
-
-m2po::Batch batch_of(const Tensor& log_probs, const Tensor& behavior_log_probs, const Tensor& advantages, const Tensor& mask,
-                     const MaybeTensor& ref_log_probs, const MaybeTensor& weights, const MaybeTensor& keep) {
-  const bool matrix = log_probs.dim() == 2;
-  return {{matrix ? log_probs.size(0) : 1, log_probs.size(matrix ? 1 : 0)},
-          source_of(log_probs),
-          source_of(behavior_log_probs),
-          source_of(advantages),
-          source_of(mask),
-          source_of(ref_log_probs),
-          source_of(weights),
-          source_of(keep)};
-}
-
-// `scalars` and `flags` as m2po_kernels.rule.Rule.args() packs them (the last flag is of no concern here).
-m2po::Rule rule_of(const std::vector<double>& scalars, const std::vector<int64_t>& flags) {
-  STD_TORCH_CHECK(scalars.size() == 5 && flags.size() == 5, "m2po_native: the extension and native.py are of different versions");
-  return {.m2_threshold = scalars[0],
-          .scope_all = flags[0] != 0,
-          .clip = flags[1] != 0,
-          .clip_low = scalars[1],
-          .clip_high = scalars[2],
-          .kl_coef = scalars[3],
-          .ratio_cap = scalars[4],
-          .nonfinite = static_cast<m2po::Nonfinite>(flags[2]),
-          .normalizer = static_cast<m2po::Normalizer>(flags[3])};
-}
 
 template <class Real>
 void sweep_as(const m2po::Batch& batch, const m2po::Rule& rule, const double* denominators, uint8_t* keep_out, void* per_token,
@@ -100,7 +49,7 @@ void sweep(const Tensor& log_probs, const Tensor& behavior_log_probs, const Tens
            const std::vector<double>& scalars, const std::vector<int64_t>& flags, const MaybeTensor& keep_out,
            const MaybeTensor& per_token, const MaybeTensor& loss, const Tensor& scales, const Tensor& cut, const Tensor& counts,
            const Tensor& floats) {
-  const auto batch = batch_of(log_probs, behavior_log_probs, advantages, mask, ref_log_probs, weights, keep);
+  const auto batch = m2po::batch_of(log_probs, behavior_log_probs, advantages, mask, ref_log_probs, weights, keep);
   std::array<double, 2> given{};
   if (denominators) {
     const auto* data = static_cast<const double*>(denominators->const_data_ptr());
@@ -124,7 +73,7 @@ void backward(const Tensor& grad_loss, const Tensor& scales, const Tensor& cut, 
               const Tensor& behavior_log_probs, const Tensor& advantages, const Tensor& mask, const MaybeTensor& ref_log_probs,
               const MaybeTensor& weights, const MaybeTensor& keep, const std::vector<double>& scalars,
               const std::vector<int64_t>& flags, const Tensor& out) {
-  const auto batch = batch_of(log_probs, behavior_log_probs, advantages, mask, ref_log_probs, weights, keep);
+  const auto batch = m2po::batch_of(log_probs, behavior_log_probs, advantages, mask, ref_log_probs, weights, keep);
   const bool wide = log_probs.scalar_type() == ScalarType::Double;
   double whole = 0;
   m2po::Source per_token;

@@ -18,8 +18,8 @@ from .rule import Batch, Rule
 Call: TypeAlias = "tuple[Batch, Rule] | tuple[Tensor, LogitsArgs]"
 
 # For each device type the backends in order of choice; "*" is every other device.
-ORDER = {"cpu": ("native", "eager"), "cuda": ("triton", "eager"), "*": ("eager",)}
-BACKENDS = ("eager", "native", "triton")
+ORDER = {"cpu": ("native", "eager"), "cuda": ("cuda", "triton", "eager"), "*": ("eager",)}
+BACKENDS = ("eager", "native", "triton", "cuda")
 
 
 @functools.cache

@@ -7,6 +7,7 @@ runs them unchanged.
 from __future__ import annotations
 
 import pytest
+import simt
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -17,6 +18,9 @@ DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 PAIRS = [(device, backend) for device in DEVICES for backend in dispatch.candidates(torch.device(device))]
 if dispatch.why_not("triton", "cpu") is None:  # TRITON_INTERPRET=1: all tests also on triton, in its interpreter
     PAIRS.append(("cpu", "triton"))
+if simt.compiler() and not torch.cuda.is_available():  # the CUDA kernels' own source, on the host
+    simt.install()
+    PAIRS.append(("cpu", "cuda"))
 
 settings.register_profile(
     "repeatable",
@@ -32,9 +36,11 @@ settings.load_profile("repeatable")
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
-        metafunc.parametrize(
-            ("device", "backend"), PAIRS, indirect=True, ids=[f"{device}-{backend}" for device, backend in PAIRS], scope="session"
-        )
+        pairs = PAIRS
+        if "logits" in metafunc.module.__name__:
+            pairs = [(device, name) for device, name in PAIRS if hasattr(dispatch.load(name), "log_softmax")]
+        ids = [f"{device}-{backend}" for device, backend in pairs]
+        metafunc.parametrize(("device", "backend"), pairs, indirect=True, ids=ids, scope="session")
     elif "device" in metafunc.fixturenames:
         metafunc.parametrize("device", DEVICES, indirect=True, scope="session")
 
@@ -54,13 +60,22 @@ def backend(device: str, request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Fibers take 14 s for 2^24 tokens. (First, so that -m sees the mark.)"""
+    for item in items:
+        if item.path.name == "test_large.py" and "cpu-cuda" in item.name:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item):
     """A dtype that the backend under test declines is no failure; that it says so is tested in test_triton.py."""
     try:
         return (yield)
     except BackendUnavailable as error:
-        if getattr(item, "callspec", None) and item.callspec.params.get("backend") == "triton" and "is float64" in str(error):
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if params.get("backend") in ("triton", "cuda") and "is float64" in str(error):
             pytest.skip(str(error))
         raise
 

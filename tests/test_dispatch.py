@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers import random_tokens
 
-from m2po_kernels import dispatch, m2po_loss, select
-from m2po_kernels.backends import eager, native, triton
+from m2po_kernels import compiled, dispatch, m2po_loss, select
+from m2po_kernels.backends import cuda, eager, native, triton
 from m2po_kernels.errors import BackendUnavailable
 
 CPU = torch.device("cpu")
@@ -19,6 +19,8 @@ def test_a_backend_that_was_to_be_built_is_there():
     """Tests of an unavailable backend are skipped. Where the build was asked for one, that must not pass unseen."""
     if os.environ.get("M2PO_BUILD") in ("cpu", "cuda"):
         assert dispatch.why_not("native", "cpu") is None
+    if os.environ.get("M2PO_BUILD") == "cuda":
+        assert compiled.build_record()["cuda"]
 
 
 def test_eager_serves_every_device():
@@ -39,10 +41,25 @@ def test_native_says_why_it_does_not_serve_a_gpu():
     assert "cuda" in str(dispatch.why_not("native", "cuda"))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the reasons of a machine without a GPU")
+def test_cuda_says_what_it_waits_for(monkeypatch):
+    assert "GPU" in str(dispatch.why_not("cuda", "mps"))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "without CUDA" in str(dispatch.why_not("cuda", "cuda"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "no NVIDIA GPU" in str(dispatch.why_not("cuda", "cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "load_library", lambda name: f"the extension {name} was not built: no nvcc")
+    assert "no nvcc" in str(dispatch.why_not("cuda", "cuda:0"))
+
+
 def test_first_available_is_chosen(monkeypatch):
     monkeypatch.setattr(native, "why_not", lambda device: None)
     monkeypatch.setattr(triton, "why_not", lambda device: None)
+    monkeypatch.setattr(cuda, "why_not", lambda device: None)
     assert dispatch.choose(CPU) == "native"
+    assert dispatch.choose(torch.device("cuda")) == "cuda"
+    monkeypatch.setattr(cuda, "why_not", lambda device: "not today")
     assert dispatch.choose(torch.device("cuda")) == "triton"
     monkeypatch.setattr(triton, "why_not", lambda device: "not today")
     assert dispatch.choose(torch.device("cuda")) == "eager"

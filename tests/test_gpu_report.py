@@ -28,7 +28,7 @@ def row(backend: str, kind: str, forward: float, **more: object) -> dict:
 
 def test_page(tmp_path):
     rows = [row("triton", "0.005", 0.5), row("sort_based", "0.005", 9.5, timed_by="events"), row("triton", "equal", 2.5)]
-    rows.append({**row("eager", "equal", 1.0), "error": OUT_OF_MEMORY})
+    rows += [row("cuda", "0.005", 0.25), {**row("eager", "equal", 1.0), "error": OUT_OF_MEMORY}]
     (tmp_path / "some-gpu-gpu-tokens.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     readme = tmp_path / "README.md"
     readme.write_text("untouched")
@@ -36,7 +36,8 @@ def test_page(tmp_path):
     page = (tmp_path / "some-gpu-gpu.md").read_text()
     assert "| loss/1024/0.005 | triton | 0.5 | 90.0 | 0.5 | 88.0 | graph | 1.0 | 2.0 | 10.0x |  |" in page
     assert "| loss/1024/equal | eager | out of memory |" in page
-    assert "- 1024 tokens, equal: 3.00 times the time at 0.5 % candidates" in page
+    assert "- triton, 1024 tokens, equal: 3.00 times the time at 0.5 % candidates" in page
+    assert "- 1024 tokens, 0.005: 0.75 times the time of triton" in page
     assert readme.read_text() == "untouched"
 
 

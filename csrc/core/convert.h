@@ -4,26 +4,28 @@
 
 #include <cstdint>
 
+#include "host_device.h"
+
 namespace m2po {
 inline namespace M2PO_ISA {
 
-inline float bf16_to_float(uint16_t x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x) << 16); }
+M2PO_SHARED float bf16_to_float(uint16_t x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x) << 16); }
 
-inline uint16_t float_to_bf16(float x) {
+M2PO_SHARED uint16_t float_to_bf16(float x) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, x);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
 }
 
 // The exponent is moved by multiplying with 2^112, which also normalises subnormals; infinities and NaNs are mended.
-inline float f16_to_float(uint16_t x) {
+M2PO_SHARED float f16_to_float(uint16_t x) {
   const uint32_t magnitude = static_cast<uint32_t>(x & 0x7fffu) << 13;
   const float moved = __builtin_bit_cast(float, magnitude) * 0x1p112f;
   const uint32_t special = magnitude >= (0x7c00u << 13) ? (magnitude | 0x7f800000u) : __builtin_bit_cast(uint32_t, moved);
   return __builtin_bit_cast(float, special | (static_cast<uint32_t>(x & 0x8000u) << 16));
 }
 
-inline uint16_t float_to_f16(float x) {
+M2PO_SHARED uint16_t float_to_f16(float x) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, x);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;

@@ -12,6 +12,7 @@
 #include <limits>
 #include <vector>
 
+#include "host_device.h"
 #include "types.h"
 
 namespace m2po {
@@ -51,26 +52,22 @@ struct Bits<double> {
 };
 
 template <class Real>
-inline typename Bits<Real>::Int to_bits(Real v) {
-  typename Bits<Real>::Int bits;
-  std::memcpy(&bits, &v, sizeof bits);
-  return bits;
+M2PO_SHARED typename Bits<Real>::Int to_bits(Real v) {
+  return __builtin_bit_cast(typename Bits<Real>::Int, v);
 }
 
 template <class Real>
-inline Real from_bits(typename Bits<Real>::Int bits) {
-  Real v;
-  std::memcpy(&v, &bits, sizeof v);
-  return v;
+M2PO_SHARED Real from_bits(typename Bits<Real>::Int bits) {
+  return __builtin_bit_cast(Real, bits);
 }
 
 // The exponent field, and the mantissa with its hidden bit: v = mantissa * 2^(max(field, 1) - bias).
 template <class Real>
-inline int exponent_field(typename Bits<Real>::Int bits) {
+M2PO_SHARED int exponent_field(typename Bits<Real>::Int bits) {
   return static_cast<int>(bits >> Bits<Real>::kMantissa);
 }
 template <class Real>
-inline int64_t mantissa_of(typename Bits<Real>::Int bits) {
+M2PO_SHARED int64_t mantissa_of(typename Bits<Real>::Int bits) {
   using Int = typename Bits<Real>::Int;
   const Int fraction = bits & ((Int{1} << Bits<Real>::kMantissa) - 1);
   return static_cast<int64_t>(fraction | (exponent_field<Real>(bits) ? Int{1} << Bits<Real>::kMantissa : 0));
@@ -82,44 +79,55 @@ struct Bin {
   Wide mantissas = 0;
 };
 
+// More than any slack: that, and tau times any number of candidates, stay below 2^31 tokens * 2^53 = 2^84. 2^31 of these add up
+// to less than 2^127.
+inline constexpr Wide kUnpayable = Wide{1} << 90;
+
+// sum(v) - count * tau of the candidates in `bin`, which share the exponent field, in units of the decision. What no slack can
+// pay for costs kUnpayable: infinity, and any candidate at tau = 0.
+template <class Real>
+M2PO_SHARED Wide cost_of(const Unit& unit, const Bin& bin, int exponent) {
+  constexpr int top = (1 << (sizeof(Real) * 8 - 1 - Bits<Real>::kMantissa)) - 1;
+  if (bin.count == 0) return 0;
+  const int shift = (exponent > 1 ? exponent : 1) - Bits<Real>::kBias - unit.exponent;
+  if (exponent >= top || unit.mantissa == 0 || shift > 86 || bin.mantissas > (Wide{1} << 86 >> shift)) return kUnpayable;
+  return (bin.mantissas << shift) - Wide{bin.count} * unit.mantissa;
+}
+
+// What `low_count` low tokens, whose rounded v add up to low_sum, can pay for.
+M2PO_SHARED Wide slack_of(const Unit& unit, int64_t low_count, int64_t low_sum) {
+  return Wide{low_count} * unit.mantissa - (Wide{low_sum} << kSlackBits);
+}
+
+// How many of `count` candidates that cost `cost` each can be paid for: by halving, as 128-bit division is a call on a GPU.
+M2PO_SHARED int64_t affordable_of(Wide left, Wide cost, int64_t count) {
+  int64_t paid = 0;
+  for (int bit = 31; bit >= 0; --bit) {
+    const int64_t more = paid + (int64_t{1} << bit);
+    if (more <= count && cost * more <= left) paid = more;
+  }
+  return paid;
+}
+
 template <class Real>
 class Slack {
  public:
-  Slack(const Unit& unit, int64_t low_count, int64_t low_sum)
-      : unit_(unit), left_(Wide{low_count} * unit.mantissa - (Wide{low_sum} << kSlackBits)) {}
+  Slack(const Unit& unit, int64_t low_count, int64_t low_sum) : unit_(unit), left_(slack_of(unit, low_count, low_sum)) {}
 
   // Pays for all of `bin` (its members share the exponent field) and says whether that could be done; else changes nothing.
   bool pay(const Bin& bin, int exponent) {
-    if (bin.count == 0) return true;
-    if (unit_.mantissa == 0) return false;  // tau = 0: no candidate can stay
-    const int shift = shift_of(exponent);
-    if (exceeds_any_slack(bin.mantissas, shift)) return false;
-    const Wide cost = (bin.mantissas << shift) - Wide{bin.count} * unit_.mantissa;
-    if (cost > left_) return false;
+    const Wide cost = cost_of<Real>(unit_, bin, exponent);
+    if (bin.count > 0 && cost > left_) return false;
     left_ -= cost;
     return true;
   }
 
   // How many of `count` candidates of the one value with these bits can be paid for.
   int64_t affordable(typename Bits<Real>::Int bits, int64_t count) const {
-    if (unit_.mantissa == 0) return 0;
-    const int shift = shift_of(exponent_field<Real>(bits));
-    const Wide mantissa = mantissa_of<Real>(bits);
-    if (exceeds_any_slack(mantissa, shift) || left_ < 0) return 0;
-    const Wide cost = (mantissa << shift) - unit_.mantissa;
-    return cost <= 0 ? count : static_cast<int64_t>(std::min<Wide>(count, left_ / cost));
+    return affordable_of(left_, cost_of<Real>(unit_, {1, mantissa_of<Real>(bits)}, exponent_field<Real>(bits)), count);
   }
 
  private:
-  // Slack, and tau times any number of candidates, are below 2^31 tokens * 2^53.
-  static bool exceeds_any_slack(Wide mantissas, int shift) { return shift > 86 || mantissas > (Wide{1} << 86 >> shift); }
-
-  // Infinity is beyond all.
-  int shift_of(int exponent) const {
-    constexpr int top = (1 << (sizeof(Real) * 8 - 1 - Bits<Real>::kMantissa)) - 1;
-    return exponent >= top ? 87 : std::max(exponent, 1) - Bits<Real>::kBias - unit_.exponent;
-  }
-
   Unit unit_;
   Wide left_;
 };

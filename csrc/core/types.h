@@ -10,7 +10,8 @@ namespace m2po {
 // block's scratch to stay in the first-level cache, and for a token's place in it to fit 16 bits.
 inline constexpr int kBlock = 4096;
 
-enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, f64 = 3, u8 = 4 };
+// The integers are for masks; those wider than a byte come to the CUDA kernels alone.
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, f64 = 3, u8 = 4, i16 = 5, i32 = 6, i64 = 7 };
 
 // A [rows, columns] view of any strides, in elements. data == nullptr: the argument was not given.
 struct Source {
@@ -46,7 +47,7 @@ struct Rule {
   Normalizer normalizer = Normalizer::valid;
 };
 
-// The rule's bounds in the type of d, each rounded once (host.h makes them).
+// The rule's bounds in the type of d, each rounded once (limits.h makes them).
 template <class Real>
 struct Limits {
   Real candidate_above;         // largest Real that is <= m2_threshold

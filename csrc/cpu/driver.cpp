@@ -12,6 +12,7 @@
 #endif
 
 #include "../core/cut.h"
+#include "../core/limits.h"
 #include "candidates.h"
 #include "kernels.h"
 
@@ -22,26 +23,6 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Blocks below which a sweep stays on one thread: 32,768 tokens, about as long as waking another takes.
 constexpr int64_t kSerialBlocks = 8;
-
-template <class Real>
-Limits<Real> limits_of(const Rule& rule, const Unit& unit) {
-  Limits<Real> limits;
-  limits.candidate_above = static_cast<Real>(rule.m2_threshold);
-  if (static_cast<double>(limits.candidate_above) > rule.m2_threshold)
-    limits.candidate_above = std::nextafter(limits.candidate_above, Real(0));
-  // At tau = 0 a low v is 0, and at infinity nothing is decided.
-  const int k = unit.scale_exponent, first = std::min(k, 1000);
-  limits.scale = unit.mantissa == 0 ? 0.0 : std::ldexp(1.0, first);
-  limits.scale_rest = std::ldexp(1.0, k - first);
-  limits.log_high = static_cast<Real>(std::log1p(rule.clip_high));
-  limits.log_low = static_cast<Real>(std::log1p(-rule.clip_low));
-  limits.ratio_high = static_cast<Real>(1 + rule.clip_high);
-  limits.ratio_low = static_cast<Real>(1 - rule.clip_low);
-  limits.log_cap = static_cast<Real>(std::log(rule.ratio_cap));
-  limits.cap = static_cast<Real>(rule.ratio_cap);
-  limits.kl_coef = static_cast<Real>(rule.kl_coef);
-  return limits;
-}
 
 // A block's candidates once the cut is known.
 struct Settlement {

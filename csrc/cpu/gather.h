@@ -71,6 +71,10 @@ inline const Real* fetch(const Source& source, const Grid& grid, int64_t begin, 
     case DType::u8:
       gather<Real, uint8_t>(source, grid, begin, n, scratch, [](uint8_t x) { return x ? Real(1) : Real(0); });
       break;
+    case DType::i16:
+    case DType::i32:
+    case DType::i64:
+      break;  // native.py brings such masks to bytes
   }
   return scratch;
 }

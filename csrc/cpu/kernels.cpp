@@ -26,11 +26,6 @@ namespace {
 template <class Real>
 using VectorOf = std::conditional_t<std::is_same_v<Real, float>, FloatV, ScalarDouble>;
 
-template <class V>
-M2PO_INLINE V absolute(V x) {
-  return stdx::abs(x);
-}
-
 // A block's inputs as contiguous arrays, padded with invalid tokens to a whole number of vectors.
 template <class Real>
 struct Block {
@@ -70,12 +65,6 @@ struct Block {
 template <class V>
 M2PO_INLINE V load(const typename V::value_type* from) {
   return V(from, stdx::element_aligned);
-}
-
-// Where d, the advantage or the reference is NaN or infinite.
-template <class V>
-M2PO_INLINE typename V::mask_type not_finite(V d, V advantage, V q) {
-  return !((d - d) + (advantage - advantage) + (q - q) == V(0));
 }
 
 // Appends the lanes in `chosen`; writes whole vectors, so that the arrays need room for one more.
@@ -151,10 +140,7 @@ void sweep(const Batch& batch, const Rule& rule, const Limits<typename V::value_
     stdx::where(!valid, advantage) = V(0);
 
     const V v = d * d;
-    const V along = flip_sign(d, advantage);  // d in the direction that the advantage rewards
-    const Mask negative = advantage < V(0);
-    const Mask moves = absolute(advantage) > V(0);  // false for NaN
-    Mask region = along > V(0) && moves;
+    Mask region = in_quadrants(d, advantage);
     if constexpr (!kPlain)
       if (rule.scope_all) region = valid && v == v;
     Mask over = region && v > V(limits.candidate_above);
@@ -172,18 +158,9 @@ void sweep(const Batch& batch, const Rule& rule, const Limits<typename V::value_
     ratio_max = stdx::max(ratio_max, ratio);
     if (odd) [[unlikely]] nan_ratio = nan_ratio || stdx::any_of(ratio != ratio);
 
-    V bound = limits.log_high;
-    stdx::where(negative, bound) = V(-limits.log_low);
-    const Mask clipped = along > bound && moves;
-
+    const Mask clipped = beyond_clip(d, advantage, limits);
     V weighed = ratio;
-    if constexpr (!kPlain) {
-      if (rule.clip) {
-        stdx::where(clipped, weighed) = V(limits.ratio_high);
-        stdx::where(clipped && negative, weighed) = V(limits.ratio_low);
-      }
-      stdx::where(negative && d > V(limits.log_cap), weighed) = V(limits.cap);
-    }
+    if constexpr (!kPlain) weighed = limited_ratio(ratio, d, advantage, clipped, rule.clip, limits);
     V gain = weighed * advantage;  // minus the policy loss
     V weight = 1;
     if constexpr (!kPlain) {
@@ -279,25 +256,20 @@ void backward(const Batch& batch, const Rule& rule, const Limits<typename V::val
     Mask valid = load_mask<V>(block.valid + i);
     if (rule.nonfinite == Nonfinite::drop) valid = valid && !not_finite(d, advantage, q);
     const V v = d * d;
-    const Mask negative = advantage < V(0);
-    const Mask moves = absolute(advantage) > V(0);
-    const V along = flip_sign(d, advantage);
     Mask off = !valid || advantage == V(0);  // no policy gradient
     if constexpr (kPlain) {
-      off = off || (along > V(0) && moves && v > V(drop_above));
+      off = off || (in_quadrants(d, advantage) && v > V(drop_above));
     } else {
       if (rule.clip) {
-        V bound = limits.log_high;
-        stdx::where(negative, bound) = V(-limits.log_low);
-        off = off || (along > bound && moves);
+        off = off || beyond_clip(d, advantage, limits);
       } else if (block.kept) {
         off = off || !load_mask<V>(block.kept + i);
       } else if (rule.scope_all) {
         off = off || v > V(drop_above);
       } else {
-        off = off || (along > V(0) && moves && v > V(drop_above));
+        off = off || (in_quadrants(d, advantage) && v > V(drop_above));
       }
-      off = off || (negative && d > V(limits.log_cap));
+      off = off || beyond_cap(d, advantage, limits);
     }
     V coefficient = -scale.policy;
     V weight = 1;
@@ -306,15 +278,12 @@ void backward(const Batch& batch, const Rule& rule, const Limits<typename V::val
       if (block.weights) weight = load<V>(block.weights + i);
       coefficient *= weight;
     }
-    V gradient = exp_terms(d).ratio * (advantage * coefficient);
-    stdx::where(off || coefficient == V(0), gradient) = V(0);  // an infinite ratio times nothing is nothing
+    V gradient = policy_gradient(exp_terms(d).ratio, advantage, coefficient, off);
     if constexpr (!kPlain) {
       if (block.reference) {
         V kl_coefficient = scale.kl;
         if (factor) kl_coefficient = load<V>(factor + i) * V(limits.kl_coef);
-        V pull = exp_terms(q).minus_one * (kl_coefficient * weight);
-        stdx::where(!valid || kl_coefficient == V(0), pull) = V(0);
-        gradient -= pull;
+        gradient -= kl_gradient(exp_terms(q).minus_one, kl_coefficient, weight, valid);
       }
     }
     gradient.copy_to(to + i, stdx::element_aligned);

@@ -25,8 +25,8 @@ int64_t size_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 M2PO_INLINE FloatV load(const float* from) { return FloatV(from, stdx::element_aligned); }
 
 M2PO_INLINE FloatV exp_only(FloatV x) {
-  const Reduced reduced(clamp(x, -104.0f, 89.0f));
-  return PowerOfTwo(reduced.shifted, reduced.n).times(reduced.expm1_r + 1.0f);
+  const Reduced<FloatV> reduced(clamp(x, -104.0f, 89.0f));
+  return VectorPowerOfTwo(reduced.shifted, reduced.n).times(reduced.expm1_r + 1.0f);
 }
 
 // softcap(scale * x) as x * factor, or cap * tanh(x * factor); then everything is times 1 / temperature.

@@ -9,10 +9,10 @@
 #include <immintrin.h>
 #endif
 
+#include "../core/host_device.h"
 #include "../core/types.h"
 
-// A call would spill every vector register, as none is preserved across one.
-#define M2PO_INLINE [[gnu::always_inline]] inline
+#define M2PO_INLINE M2PO_SHARED
 
 namespace m2po {
 inline namespace M2PO_ISA {
@@ -33,6 +33,49 @@ M2PO_INLINE FloatV mul_add(FloatV a, FloatV b, FloatV c) {
   return a * b + c;
 #endif
 }
+
+template <class V>
+M2PO_INLINE V choose(typename V::mask_type condition, V a, V b) {
+  stdx::where(condition, b) = a;
+  return b;
+}
+
+template <class V>
+M2PO_INLINE V absolute(V x) {
+  return stdx::abs(x);
+}
+
+// x, its sign turned where y has one.
+M2PO_INLINE FloatV flip_sign(FloatV x, FloatV y) {
+  using Int = stdx::rebind_simd_t<uint32_t, FloatV>;
+  return __builtin_bit_cast(FloatV, Int(__builtin_bit_cast(Int, x) ^ (__builtin_bit_cast(Int, y) & 0x80000000u)));
+}
+M2PO_INLINE ScalarDouble flip_sign(ScalarDouble x, ScalarDouble y) { return ScalarDouble(std::signbit(y[0]) ? -x[0] : x[0]); }
+
+// x brought into [low, high]; a NaN stays.
+M2PO_INLINE FloatV clamp(FloatV x, float low, float high) {
+#if defined(__AVX512F__)
+  const __m512 top = _mm512_min_ps(_mm512_set1_ps(high), static_cast<__m512>(x));  // the second operand where either is NaN
+  return FloatV(_mm512_max_ps(_mm512_set1_ps(low), top));
+#elif defined(__AVX2__)
+  const __m256 top = _mm256_min_ps(_mm256_set1_ps(high), static_cast<__m256>(x));
+  return FloatV(_mm256_max_ps(_mm256_set1_ps(low), top));
+#else
+  stdx::where(x > high, x) = high;
+  stdx::where(x < low, x) = low;
+  return x;
+#endif
+}
+M2PO_INLINE ScalarDouble clamp(ScalarDouble x, float, float) { return x; }  // std::exp needs none
+
+}  // namespace M2PO_ISA
+}  // namespace m2po
+
+#include "../core/exp.h"  // the templates find what stands above
+#include "../core/token.h"
+
+namespace m2po {
+inline namespace M2PO_ISA {
 
 // fp64 sums of lanes, and of lanes rounded to multiples of 2^-k (ties to even), the latter exact.
 template <class V>
@@ -108,41 +151,10 @@ class WideSum<ScalarDouble> {
   int64_t rounded_ = 0;
 };
 
-// x, its sign turned where y has one.
-M2PO_INLINE FloatV flip_sign(FloatV x, FloatV y) {
-  using Int = stdx::rebind_simd_t<uint32_t, FloatV>;
-  return __builtin_bit_cast(FloatV, Int(__builtin_bit_cast(Int, x) ^ (__builtin_bit_cast(Int, y) & 0x80000000u)));
-}
-M2PO_INLINE ScalarDouble flip_sign(ScalarDouble x, ScalarDouble y) { return ScalarDouble(std::signbit(y[0]) ? -x[0] : x[0]); }
-
-template <class V>
-struct ExpTerms {
-  V ratio;      // exp(x)
-  V minus_one;  // exp(x) - 1
-  V excess;     // exp(x) - 1 - x
-};
-
-// x brought into [low, high]; a NaN stays.
-M2PO_INLINE FloatV clamp(FloatV x, float low, float high) {
-#if defined(__AVX512F__)
-  const __m512 top = _mm512_min_ps(_mm512_set1_ps(high), static_cast<__m512>(x));  // the second operand where either is NaN
-  return FloatV(_mm512_max_ps(_mm512_set1_ps(low), top));
-#elif defined(__AVX2__)
-  const __m256 top = _mm256_min_ps(_mm256_set1_ps(high), static_cast<__m256>(x));
-  return FloatV(_mm256_max_ps(_mm256_set1_ps(low), top));
-#else
-  stdx::where(x > high, x) = high;
-  stdx::where(x < low, x) = low;
-  return x;
-#endif
-}
-
 // x * 2^n for integers n in [-151, 129], held in a float (`n`) and in the low bits of n + kRounder.
-class PowerOfTwo {
+class VectorPowerOfTwo {
  public:
-  static constexpr float kRounder = 0x1.8p23f;  // adding it rounds to an integer and leaves that integer in the low bits
-
-  M2PO_INLINE explicit PowerOfTwo([[maybe_unused]] FloatV shifted, FloatV n) : n_(n) {
+  M2PO_INLINE VectorPowerOfTwo([[maybe_unused]] FloatV shifted, FloatV n) : n_(n) {
 #if !defined(__AVX512F__)
     // Two factors, as 2^n itself may not be a normal float.
     using Int = stdx::rebind_simd_t<int32_t, FloatV>;
@@ -165,47 +177,15 @@ class PowerOfTwo {
   FloatV n_, a_, b_;
 };
 
-// exp(x) = (1 + expm1_r) 2^n with |r| <= ln 2 / 2; square = exp(r) - 1 - r.
-struct Reduced {
-  FloatV shifted, n, square, expm1_r;
-
-  M2PO_INLINE explicit Reduced(FloatV x) {
-    shifted = mul_add(x, FloatV(0x1.715476p+0f), FloatV(PowerOfTwo::kRounder));
-    n = shifted - PowerOfTwo::kRounder;
-    // ln 2 in two parts, the first with 9 trailing zero bits, so that n times it is exact.
-    FloatV r = mul_add(n, FloatV(-0x1.62e4p-1f), x);
-    r = mul_add(n, FloatV(-0x1.7f7d1cp-20f), r);
-    // (exp(r) - 1 - r) / r^2 by its Taylor series to r^5: off by less than 8e-8 of itself.
-    FloatV q = mul_add(r, FloatV(1.0f / 5040.0f), FloatV(1.0f / 720.0f));
-    q = mul_add(q, r, FloatV(1.0f / 120.0f));
-    q = mul_add(q, r, FloatV(1.0f / 24.0f));
-    q = mul_add(q, r, FloatV(1.0f / 6.0f));
-    q = mul_add(q, r, FloatV(0.5f));
-    square = r * r * q;
-    expm1_r = r + square;
-  }
-};
-
-// exp(x) within 2 ulp for every float, subnormal results and NaN included.
-M2PO_INLINE ExpTerms<FloatV> exp_terms(FloatV x) {
-  const Reduced reduced(clamp(x, -104.0f, 89.0f));
-  const PowerOfTwo power(reduced.shifted, reduced.n);
-  ExpTerms<FloatV> out;
-  out.ratio = power.times(reduced.expm1_r + 1.0f);
-  out.minus_one = power.times(reduced.expm1_r) + (power.times(FloatV(1.0f)) - 1.0f);  // near 0 exp(x) - 1 would cancel
-  stdx::where(reduced.n > 127.0f, out.minus_one) = out.ratio;  // 2^128 is no float, and the 1 is far below an ulp
-  out.excess = out.minus_one - x;
-  stdx::where(reduced.n == 0.0f, out.excess) = reduced.square;
-  return out;
-}
+M2PO_INLINE ExpTerms<FloatV> exp_terms(FloatV x) { return exp_terms_by<VectorPowerOfTwo>(x); }
 
 // The same ratio in fewer steps, for the metrics: `excess` is off by up to 3e-6 of itself where it does not come from the
 // polynomial (|x| > 0.35), and minus_one is not set. `reach`: x, or clamp(x, -104, 89) unless |x| < kSmall is known.
 inline constexpr float kSmall = 64.0f;
 M2PO_INLINE ExpTerms<FloatV> exp_terms_quick(FloatV x, FloatV reach) {
-  const Reduced reduced(reach);
+  const Reduced<FloatV> reduced(reach);
   ExpTerms<FloatV> out;
-  out.ratio = PowerOfTwo(reduced.shifted, reduced.n).times(reduced.expm1_r + 1.0f);
+  out.ratio = VectorPowerOfTwo(reduced.shifted, reduced.n).times(reduced.expm1_r + 1.0f);
   out.excess = (out.ratio - 1.0f) - x;
   stdx::where(reduced.n == 0.0f, out.excess) = reduced.square;
   return out;
@@ -216,7 +196,6 @@ M2PO_INLINE ExpTerms<ScalarDouble> exp_terms(ScalarDouble x) {
   return {ScalarDouble(std::exp(x[0])), ScalarDouble(minus_one), ScalarDouble(minus_one - x[0])};
 }
 M2PO_INLINE ExpTerms<ScalarDouble> exp_terms_quick(ScalarDouble x, ScalarDouble) { return exp_terms(x); }
-M2PO_INLINE ScalarDouble clamp(ScalarDouble x, float, float) { return x; }  // std::exp needs none
 
 // Which of the next V::size() bytes are not 0.
 template <class V>

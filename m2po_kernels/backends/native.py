@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import functools
-import json
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
+from ..compiled import load_library
 from ..inputs import compute_dtype
 from ..logits_args import LogitsArgs
 from ..results import COUNTS, FLOATS
 from ..rule import Batch, Rule
 
-_PACKAGE = Path(__file__).resolve().parents[1]
 _HUGE_PAGE = 1 << 21
 _LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 _BYTES = (torch.bool, torch.uint8, torch.int8)
-
-
-@functools.cache
-def _load() -> str | None:
-    """Loads the extension once. None if its ops are there, else the reason why not."""
-    record = _PACKAGE / "_build.json"
-    built = json.loads(record.read_text()) if record.exists() else {"native": False, "why": "setup.py has not run"}
-    if not built["native"]:
-        return f"the extension was not built: {built['why']}"
-    try:
-        torch.ops.load_library(str(_PACKAGE / "_native.so"))
-    except OSError as error:
-        return f"the extension does not load beside torch {torch.__version__}: {error}"
-    return None
 
 
 def why_not(device: torch.device) -> str | None:
     """None if the extension serves tensors on `device`, else the reason."""
     if device.type != "cpu":
         return f"serves tensors on a CPU; these are on {device.type}"
-    return _load()
+    return load_library("native")
 
 
 def isas() -> list[str]:
     """The instruction sets that were compiled in and that this machine runs, best first; none without the extension."""
-    if _load() is not None:
+    if load_library("native") is not None:
         return []
     return torch.ops.m2po_native.isas().split(",")
 

@@ -41,7 +41,11 @@ def examine() -> dict[str, Any]:
         },
         "build": _build_record(),
         "devices": devices,
-        "backends": {name: {kind: backend_reason(name, kind) for kind in kinds} for name in dispatch.BACKENDS},
+        "backends": {
+            # The CUDA library is of interest also where there is no GPU yet: whether it was built, and what it waits for.
+            name: {kind: backend_reason(name, kind) for kind in dict.fromkeys([*kinds, *(["cuda"] if name == "cuda" else [])])}
+            for name in dispatch.BACKENDS
+        },
         "chosen": {kind: _chosen(kind) for kind in dict.fromkeys([*kinds, "cuda"])},
         "M2PO_BACKEND": os.environ.get("M2PO_BACKEND"),
     }
@@ -132,6 +136,12 @@ def _print(report: dict[str, Any]) -> None:
         )
     else:
         versions.add_row("extension", escape(f"not built: {build.get('why', 'no reason recorded')}"))
+    if build.get("cuda"):
+        targets = ", ".join(map(str, build.get("architectures") or ["?"]))
+        versions.add_row("CUDA library", escape(f"built by nvcc {build.get('nvcc', '?')}: {targets}"))
+    else:
+        why = build.get("why_cuda", build.get("why", "no reason recorded"))
+        versions.add_row("CUDA library", escape(f"not built: {why}"))
     console.print(versions)
 
     devices = Table("device", "name", "details", title="Devices", title_justify="left")
