@@ -2,18 +2,22 @@
 
 from ._version import __version__
 from .errors import M2POError
+from .linear import LinearLossOutput, linear_log_probs, linear_m2po_loss
 from .logits import m2po_loss_from_logits, selective_log_softmax
 from .loss import grpo_loss, m2po_loss
 from .results import LossOutput, Metrics, Selection
 from .selection import select
 
 __all__ = [
+    "LinearLossOutput",
     "LossOutput",
     "M2POError",
     "Metrics",
     "Selection",
     "__version__",
     "grpo_loss",
+    "linear_log_probs",
+    "linear_m2po_loss",
     "m2po_loss",
     "m2po_loss_from_logits",
     "select",
