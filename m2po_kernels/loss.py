@@ -92,7 +92,10 @@ def prepare(
     sequence_lengths: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Batch, Rule]:
-    """The arguments of `m2po_loss` checked, as the ops take them. The values of log_probs are read with nonfinite="drop" alone."""
+    """The arguments of `m2po_loss` checked, as the ops take them.
+
+    The values of log_probs are read for the weights of "sequence-mean" with nonfinite="drop" alone: else any of that shape will do.
+    """
     batch, ids = check_batch(
         log_probs,
         behavior_log_probs,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..inputs import FLOAT_DTYPES
 from ..logits_args import LogitsArgs
+from ..rule import check_number
 
 
 class Inputs(NamedTuple):
@@ -55,6 +57,7 @@ class LinearArgs:
 
     def __post_init__(self) -> None:
         LogitsArgs(self.temperature, self.logit_scale, self.logit_softcap)  # checks them
+        check_number("lora_scale", self.lora_scale, "finite", lambda x: -math.inf < x < math.inf)
 
     def args(self) -> tuple[list[float], list[int], list[int], str | None, str | None]:
         """As the ops take them: numbers, sizes (which torch.compile may leave open), choices, group, backend."""
@@ -70,10 +73,11 @@ class LinearArgs:
     ) -> LinearArgs:
         """What `args()` took apart."""
         n = len(_SWITCHES)
+        named: dict[str, Any] = dict(zip(_NUMBERS, numbers, strict=True))
+        named.update(zip(_SIZES, sizes, strict=True))
+        named.update(zip(_SWITCHES, map(bool, choices[:n]), strict=True))
         return cls(
-            **dict(zip(_NUMBERS, numbers, strict=True)),
-            **dict(zip(_SIZES, sizes, strict=True)),
-            **dict(zip(_SWITCHES, map(bool, choices[:n]), strict=True)),
+            **named,
             dtype=FLOAT_DTYPES[choices[n]],
             wanted=tuple(map(bool, choices[n + 1 :])),
             group=group,
@@ -89,11 +93,10 @@ class LinearArgs:
         """How many of the weight's rows belong to the vocabulary; the others are padding."""
         return max(0, min(weight.shape[0], self.vocab_size - self.vocab_start))
 
-    def of_logits(self, vocab: int) -> LogitsArgs:
-        """The scalars of a chunk of logits whose first `vocab` columns count."""
-        return LogitsArgs(
-            self.temperature, self.logit_scale, self.logit_softcap, vocab, 0, self.with_entropy, self.entropy_grad
-        )
+    def of_logits(self, columns: int) -> LogitsArgs:
+        """The scalars of a chunk of logits."""
+        scaling = (self.temperature, self.logit_scale, self.logit_softcap)
+        return LogitsArgs(*scaling, columns, with_entropy=self.with_entropy, entropy_grad=self.entropy_grad)
 
 
 _NUMBERS = ("temperature", "logit_scale", "logit_softcap", "lora_scale")

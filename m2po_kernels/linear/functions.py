@@ -12,7 +12,6 @@ from ..errors import InvalidArgument, InvalidType, describe
 from ..logits import check_softcap, check_temperatures
 from ..loss import m2po_loss, prepare
 from ..results import LossOutput, Metrics, Selection
-from ..rule import Batch, Rule
 from . import ops  # noqa: F401  (registers torch.ops.m2po_kernels)
 from .args import PARAMETERS, Inputs, LinearArgs
 from .inputs import align, check_head, check_vocab, products_dtype
@@ -25,8 +24,8 @@ class LinearLossOutput(LossOutput):
     """Result of `linear_m2po_loss`.
 
     log_probs, entropy: of every valid token, 0 elsewhere, detached; None unless asked for.
-    work: int64 [3] on the CPU: rows computed, settled on sight, recomputed (`linear.plan.Work`); None where the loss was made in two
-        steps (see `linear_m2po_loss`), as the rest of the work is then the backward's.
+    work: int64 [3] on the CPU: rows computed, settled on sight, recomputed (`linear.plan.Work`); None where the loss was made in
+        two steps (see `linear_m2po_loss`), as the rest of the work is then the backward's.
     """
 
     log_probs: Tensor | None = None
@@ -61,22 +60,22 @@ def linear_log_probs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`selective_log_softmax` of hidden W^T + bias, a chunk of rows at a time; [tokens, V] never exists.
 
-    hidden: [..., H]; weight: [V, H]; bias: [V]; lora_a: [r, H], lora_b: [V, r]: W = weight + lora_scale * lora_b lora_a, which is not
-        formed. float32, bfloat16, float16 or float64; they may differ: products are computed in the widest of hidden and
+    hidden: [..., H]; weight: [V, H]; bias: [V]; lora_a: [r, H], lora_b: [V, r]: W = weight + lora_scale * lora_b lora_a, which is
+        not formed. float32, bfloat16, float16 or float64; they may differ: products are computed in the wider of hidden and
         weight, or in autocast's dtype, and TF32 is used where F.linear would. Each gets a gradient if it requires one.
     token_ids: int32 or int64 [...], the leading dimensions of hidden. shift, logits_to_keep: how they are aligned where token_ids
         and hidden are of the same positions; m2po_kernels/linear/inputs.py says it once. Results have the shape of what is left.
     mask: shape of the results, bool or 0/1: where 0 nothing is multiplied and the result is 0, whatever stands there.
     temperature, logit_scale, logit_softcap, vocab_size, return_entropy, entropy_grad, backend: as in `selective_log_softmax`.
     tp_group, vocab_start: weight (bias, lora_b) is this rank's shard, whose first row is token vocab_start; vocab_size is then
-        the whole vocabulary's and required. All ranks must pass the same hidden, ids and mask, and the same gradient must flow in.
+        the whole vocabulary's and required. All ranks pass the same hidden, ids and mask, and the same gradient flows into all.
         d hidden and d lora_a are this rank's part; reduce_hidden=True sums them over tp_group.
     gather_rows: False multiplies every row, so that no count has to reach the host: for CUDA graphs.
     max_workspace_bytes: of a chunk's logits and hidden states. Default 192 MB on a CPU, 640 MB elsewhere.
 
     Returns log_probs, or (log_probs, entropy): float32, float64 for float64 products. The backward multiplies again, only rows
-    that a gradient flows into; hidden, weight and ids are all that is saved. Second derivatives raise. A row has the same bits only
-    where the products have the same shapes: libraries choose the order of their sums by shape.
+    that a gradient flows into; hidden, weight and ids are all that is saved. Second derivatives raise. A row has the same bits
+    only where the products have the same shapes: libraries choose the order of their sums by shape.
     Raises InvalidArgument, InvalidType, BackendUnavailable (all in m2po_kernels.errors).
     """
     if entropy_grad and not return_entropy:
@@ -156,12 +155,12 @@ def linear_m2po_loss(
 ) -> LinearLossOutput:
     """`m2po_loss` of the log-probs that `linear_log_probs` takes from hidden states, with the gradients made on the way.
 
-    hidden: [B, T, H], or packed [N, H]. behavior_log_probs, advantages, mask and the options of the loss: as in `m2po_loss`; those
-        of the head and the alignment: as in `linear_log_probs`.
+    hidden: [B, T, H], or packed [N, H]. behavior_log_probs, advantages, mask and the options of the loss: as in `m2po_loss`;
+        those of the head and the alignment: as in `linear_log_probs`.
     return_log_probs, return_entropy: also of the valid tokens that have no gradient, which then cost their forward.
 
-    A token that cannot have a gradient is not multiplied: not valid; A = 0 (with scope="quadrants"), or dropped by `selection`, and
-    no KL term. A token that is no candidate, or for which a selection was given, gets its gradient in the visit that makes its
+    A token that cannot have a gradient is not multiplied: not valid; A = 0 (with scope="quadrants"), or dropped by `selection`,
+    and no KL term. A token that is no candidate, or for which a selection was given, gets its gradient in the visit that makes its
     log-prob. Candidates wait for the cut, and those that stay are multiplied once more. So the forward makes the gradients of
     whatever requires one, and the backward scales them: call it under no_grad for the loss alone.
 
@@ -313,5 +312,7 @@ def _call(
 def _with_asked_for(
     out: LinearLossOutput, shape: tuple[int, ...], log_probs: Tensor | None, entropy: Tensor | None
 ) -> LinearLossOutput:
-    shaped = [None if t is None else t.detach().reshape(shape) for t in (log_probs, entropy)]
-    return LinearLossOutput(out.loss, out.metrics, *shaped, work=out.work)
+    def shaped(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.detach().reshape(shape)
+
+    return LinearLossOutput(out.loss, out.metrics, shaped(log_probs), shaped(entropy), out.work)

@@ -1,4 +1,4 @@
-"""The products with the head's weight: logits of a few rows, and from d logits the gradients. All by the libraries behind torch."""
+"""The products with the head's weight: logits of some rows, and gradients from d logits. By the libraries behind torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ BLOCK = 1 << 24
 
 
 class Head(NamedTuple):
-    """hidden W^T + bias, where W = weight + lora_scale * lora_b lora_a is never formed. All in the dtype of the products."""
+    """hidden W^T + bias, where W = weight + lora_scale * lora_b lora_a is never formed. All in the dtype of the products.
+
+    weight [V, H], bias [V] and lora_b [V, r] end where the vocabulary does: padding is not multiplied.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -25,8 +28,14 @@ class Head(NamedTuple):
     @classmethod
     def of(cls, inputs: Inputs, args: LinearArgs) -> Head:
         """Converts what has another dtype, once a call."""
-        parts = (inputs.weight, inputs.bias, inputs.lora_a, inputs.lora_b)
-        return cls(*(None if t is None else t.detach().to(args.dtype) for t in parts), args.lora_scale)  # type: ignore[arg-type]
+        vocab = args.local_vocab(inputs.weight)
+
+        def part(tensor: Tensor | None, rows: int | None = vocab) -> Tensor | None:
+            return None if tensor is None else tensor.detach()[:rows].to(args.dtype)
+
+        weight = part(inputs.weight)
+        assert weight is not None
+        return cls(weight, part(inputs.bias), part(inputs.lora_a, None), part(inputs.lora_b), args.lora_scale)
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
         """Writes the logits of `hidden` [n, H] into `out` [n, V]."""
@@ -70,21 +79,22 @@ class HeadGradients(NamedTuple):
 
     def add(self, head: Head, positions: Tensor, hidden: Tensor, d_logits: Tensor) -> None:
         """Adds what rows `hidden` [n, H] at `positions` [n] with `d_logits` [n, V] contribute."""
+        vocab = d_logits.shape[1]
         up = torch.mm(d_logits, head.lora_b) * head.lora_scale if head.lora_b is not None else None  # [n, r]
         if self.hidden is not None:
             own = torch.mm(d_logits, head.weight)
-            if up is not None:
+            if up is not None and head.lora_a is not None:
                 torch.addmm(own, up, head.lora_a, out=own)
             self.hidden.index_copy_(0, positions, own.to(self.hidden.dtype))
         if self.weight is not None:
-            _add_product(self.weight, d_logits, hidden)
+            _add_product(self.weight[:vocab], d_logits, hidden)
         if self.bias is not None:
-            self.bias.add_(d_logits.sum(0, dtype=self.bias.dtype))
+            self.bias[:vocab].add_(d_logits.sum(0, dtype=self.bias.dtype))
         if self.lora_a is not None:
             assert up is not None
             _add_product(self.lora_a, up, hidden)
         if self.lora_b is not None:
-            _add_product(self.lora_b, d_logits, head.down(hidden))
+            _add_product(self.lora_b[:vocab], d_logits, head.down(hidden))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -61,9 +61,10 @@ def check_head(
 ) -> None:
     """Raises InvalidType or InvalidArgument where types, shapes or devices do not fit, or where a weight is not all here."""
     for name, tensor in [("hidden", hidden), ("weight", weight), ("bias", bias), ("lora_a", lora_a), ("lora_b", lora_b)]:
-        if tensor is None and name in ("bias", "lora_a", "lora_b"):
+        if tensor is None and name not in ("hidden", "weight"):
             continue
         _check_whole(name, tensor)
+        assert tensor is not None
         if tensor.dtype not in FLOAT_DTYPES:
             raise InvalidType(f"{name} must be float32, bfloat16, float16 or float64; got {describe(tensor)}")
         if tensor.device != hidden.device:

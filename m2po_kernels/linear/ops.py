@@ -36,9 +36,7 @@ _GRADIENTS = ", ".join(f"Tensor d_{name}" for name in PARAMETERS)
 
 _lib = torch.library.Library("m2po_kernels", "FRAGMENT")
 _lib.define(f"linear_log_probs({_INPUTS}, {_ARGS}) -> (Tensor log_probs, Tensor entropy)")
-_lib.define(
-    f"linear_log_probs_backward(Tensor grad_log_probs, Tensor? grad_entropy, {_INPUTS}, {_ARGS}) -> ({_GRADIENTS})"
-)
+_lib.define(f"linear_log_probs_backward(Tensor grad_log_probs, Tensor? grad_entropy, {_INPUTS}, {_ARGS}) -> ({_GRADIENTS})")
 _lib.define(
     f"linear_m2po_loss({_INPUTS}, {_ARGS}, {_BATCH}, {_RULE}) -> (Tensor loss, Tensor log_probs, Tensor entropy, Tensor counts, "
     f"Tensor floats, Tensor scale, Tensor work, {_GRADIENTS})"
@@ -99,7 +97,10 @@ def _log_probs_backward(grad_log_probs, grad_entropy, *args):
             of_entropy = None if grad_entropy is None else grad_entropy[tokens]
             walk.add_gradient(walk.visit(tokens), grad_log_probs[tokens], of_entropy)
         sums = walk.finish()
-    return tuple(total.to(t.dtype) if want else total for total, t, want in zip(sums, inputs, linear.wanted, strict=False))
+    parameters = inputs[: len(PARAMETERS)]
+    return tuple(
+        total if t is None or not total.numel() else total.to(t.dtype) for total, t in zip(sums, parameters, strict=True)
+    )
 
 
 def _loss(*args):
@@ -184,7 +185,7 @@ def _log_probs_grad(ctx, grad_log_probs, grad_entropy):
 
 
 def _loss_setup(ctx, inputs, output) -> None:
-    loss, *others = output
+    others = output[1:]
     scale, gradients = others[4], others[6:]
     ctx.save_for_backward(scale, *gradients)
     ctx.linear = LinearArgs.of_args(*inputs[N_INPUTS : N_INPUTS + _N_ARGS])
@@ -209,7 +210,9 @@ def _wanted(gradients: Sequence[Tensor], linear: LinearArgs) -> list[Tensor | No
 
 
 def _refuse_second_derivative(ctx, *_):
-    raise InvalidArgument("linear_log_probs and linear_m2po_loss have no second derivative: call backward() without create_graph=True")
+    raise InvalidArgument(
+        "linear_log_probs and linear_m2po_loss have no second derivative: call backward() without create_graph=True"
+    )
 
 
 torch.library.register_autograd("m2po_kernels::linear_log_probs", _log_probs_grad, setup_context=_log_probs_setup, lib=_lib)

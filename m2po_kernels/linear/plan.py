@@ -18,8 +18,8 @@ ROUND_TO = 64  # rows; a product's tiles are then full but for the last chunk's
 class Work:
     """Rows of one loss: how often each was multiplied with the weight is the work done.
 
-    computed: visited for their log-prob. settled: of those, the ones that got their gradient in the same visit. recomputed: visited
-    once more for their gradient, after the cut was known.
+    computed: visited for their log-prob. settled: of those, the ones that got their gradient in the same visit. recomputed:
+    visited once more for their gradient, after the cut was known.
     """
 
     computed: int

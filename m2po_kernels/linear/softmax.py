@@ -29,22 +29,19 @@ class Rows(NamedTuple):
         return Rows(*(None if t is None else t[order] for t in self))  # type: ignore[arg-type]
 
 
-def forward(logits: Tensor, ids: Tensor, temperatures: Tensor | None, args: LinearArgs, vocab: int) -> Rows:
-    """Log-probs of `ids` [n] from `logits` [n, V], of which the first `vocab` columns count."""
+def forward(logits: Tensor, ids: Tensor, temperatures: Tensor | None, args: LinearArgs) -> Rows:
+    """Log-probs of `ids` [n] from `logits` [n, V]."""
     if args.group is not None:
-        return _forward_split(logits, ids, temperatures, args, vocab)
-    log_prob, entropy = _log_softmax(logits, ids, temperatures, args, vocab)
+        return _forward_split(logits, ids, temperatures, args)
+    log_prob, entropy = _log_softmax(logits, ids, temperatures, args)
     return Rows(log_prob, entropy, temperatures, ids, log_prob, None, None)
 
 
-def backward(
-    logits: Tensor, rows: Rows, grad_log_probs: Tensor, grad_entropy: Tensor | None, args: LinearArgs, vocab: int
-) -> None:
+def backward(logits: Tensor, rows: Rows, grad_log_probs: Tensor, grad_entropy: Tensor | None, args: LinearArgs) -> None:
     """Overwrites `logits` with their gradient; grad_log_probs, grad_entropy: [n], what flows into each row's results."""
-    if vocab == 0 or logits.shape[0] == 0:
-        logits.zero_()
+    if logits.numel() == 0:
         return
-    module, local = _module(logits, args, vocab)
+    module, local = _module(logits, args)
     flow = grad_log_probs.to(args.sum_dtype)
     of_entropy = None if grad_entropy is None else grad_entropy.to(args.sum_dtype)
     entropy = flow.new_empty(0) if rows.entropy is None else rows.entropy[None]
@@ -74,23 +71,21 @@ def backward(
     logits.scatter_(1, at, torch.where(rows.chosen[:, None], logits.gather(1, at), right[:, None]))
 
 
-def _module(logits: Tensor, args: LinearArgs, vocab: int):
-    local = args.of_logits(vocab)
+def _module(logits: Tensor, args: LinearArgs):
+    local = args.of_logits(logits.shape[1])
     return dispatch.backend_for_logits(logits[None], local, args.backend), local
 
 
-def _log_softmax(
-    logits: Tensor, ids: Tensor, temperatures: Tensor | None, args: LinearArgs, vocab: int
-) -> tuple[Tensor, Tensor | None]:
-    module, local = _module(logits, args, vocab)
+def _log_softmax(logits: Tensor, ids: Tensor, temperatures: Tensor | None, args: LinearArgs) -> tuple[Tensor, Tensor | None]:
+    module, local = _module(logits, args)
     per_row = None if temperatures is None else temperatures[None]
     log_prob, entropy = module.log_softmax(logits[None], ids[None], per_row, local)
     return log_prob[0], entropy[0] if args.with_entropy else None
 
 
-def _forward_split(logits: Tensor, ids: Tensor, temperatures: Tensor | None, args: LinearArgs, vocab: int) -> Rows:
+def _forward_split(logits: Tensor, ids: Tensor, temperatures: Tensor | None, args: LinearArgs) -> Rows:
     assert args.group is not None
-    n, dtype = ids.shape[0], args.sum_dtype
+    n, vocab, dtype = *logits.shape, args.sum_dtype
     here = (ids >= args.vocab_start) & (ids < args.vocab_start + vocab)
     nothing = torch.full((n,), -torch.inf, dtype=dtype, device=logits.device)
     zeros = torch.zeros_like(nothing)
@@ -98,12 +93,11 @@ def _forward_split(logits: Tensor, ids: Tensor, temperatures: Tensor | None, arg
         local = Local(nothing, zeros, nothing, zeros)
         top = token = torch.zeros_like(ids)
     else:
-        x = logits[:, :vocab]
-        top = x.argmin(1) if args.logit_scale < 0 else x.argmax(1)
-        top_log_prob, inside = _log_softmax(logits, top, temperatures, args, vocab)
+        top = logits.argmin(1) if args.logit_scale < 0 else logits.argmax(1)
+        top_log_prob, inside = _log_softmax(logits, top, temperatures, args)
         token = torch.where(here, ids - args.vocab_start, 0)
-        z_top = _scaled(x, top, temperatures, args)[0]
-        z_token = torch.where(here, _scaled(x, token, temperatures, args)[0], -torch.inf)
+        z_top = _scaled(logits, top, temperatures, args)[0]
+        z_token = torch.where(here, _scaled(logits, token, temperatures, args)[0], -torch.inf)
         some = z_top != -torch.inf
         local = Local(
             z_top,

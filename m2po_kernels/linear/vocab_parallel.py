@@ -33,7 +33,7 @@ def group_named(name: str):
     """The process group that LinearArgs.group names."""
     from torch.distributed.distributed_c10d import _resolve_process_group  # as torch's own functional collectives do
 
-    return _resolve_process_group(name)
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def gather(local: Local, group_name: str) -> tuple[Tensor, int]:

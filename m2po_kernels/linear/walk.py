@@ -35,13 +35,12 @@ class Walk:
     def __init__(self, inputs: Inputs, args: LinearArgs, with_gradients: bool) -> None:
         self.inputs, self.args = inputs, args
         self.head = Head.of(inputs, args)
-        self.vocab = args.local_vocab(inputs.weight)
         self.gradients = HeadGradients.zeros(inputs, args) if with_gradients else HeadGradients()
         self._most = chunk_rows(self._row_bytes(), args.max_workspace_bytes)
         self._buffer: Tensor | None = None
 
     def _row_bytes(self) -> int:
-        columns, width = self.inputs.weight.shape
+        columns, width = self.head.weight.shape
         if self.args.group is not None:  # the same on every rank, however uneven the shards: each chunk has a collective
             ranks = group_named(self.args.group).size()
             columns = max(1, -(-self.args.vocab_size // ranks))
@@ -71,19 +70,19 @@ class Walk:
         logits = self._logits(tokens.shape[0])
         self.head.logits(hidden, logits)
         temperatures = None if inputs.temperatures is None else inputs.temperatures[tokens]
-        rows = softmax.forward(logits, inputs.token_ids[tokens], temperatures, args, self.vocab)
+        rows = softmax.forward(logits, inputs.token_ids[tokens], temperatures, args)
         return Visit(tokens, positions, hidden, logits, rows)
 
     def _logits(self, n: int) -> Tensor:
         if self._buffer is None or self._buffer.shape[0] < n:
             self._buffer = None  # given back before the next is taken
-            shape = (n, self.inputs.weight.shape[0])
+            shape = (n, self.head.weight.shape[0])
             self._buffer = torch.empty(shape, dtype=self.args.dtype, device=self.inputs.hidden.device)
         return self._buffer[:n]
 
     def add_gradient(self, visit: Visit, grad_log_probs: Tensor, grad_entropy: Tensor | None = None) -> None:
         """Turns the visit's logits into their gradient and adds what it contributes. [n] each."""
-        softmax.backward(visit.logits, visit.rows, grad_log_probs, grad_entropy, self.args, self.vocab)
+        softmax.backward(visit.logits, visit.rows, grad_log_probs, grad_entropy, self.args)
         self.gradients.add(self.head, visit.positions, visit.hidden, visit.logits)
 
     def finish(self) -> tuple[Tensor, ...]:
@@ -111,8 +110,6 @@ def only(visit: Visit, ready: Tensor) -> tuple[Visit, Tensor]:
         part = slice(start, start + MOVED_AT_ONCE)
         visit.logits[gaps[part]] = visit.logits[movers[part]]
     return (
-        Visit(
-            visit.tokens[order], visit.positions[order], visit.hidden[order], visit.logits[:kept], visit.rows.take(order)
-        ),
+        Visit(visit.tokens[order], visit.positions[order], visit.hidden[order], visit.logits[:kept], visit.rows.take(order)),
         order,
     )
