@@ -94,7 +94,7 @@ def prepare(
 ) -> tuple[Batch, Rule]:
     """The arguments of `m2po_loss` checked, as the ops take them.
 
-    The values of log_probs are read for the weights of "sequence-mean" with nonfinite="drop" alone: else any of that shape will do.
+    The values of log_probs are read for the weights of "sequence-mean" with nonfinite="drop" alone; else any of that shape do.
     """
     batch, ids = check_batch(
         log_probs,

@@ -160,9 +160,9 @@ def linear_m2po_loss(
     return_log_probs, return_entropy: also of the valid tokens that have no gradient, which then cost their forward.
 
     A token that cannot have a gradient is not multiplied: not valid; A = 0 (with scope="quadrants"), or dropped by `selection`,
-    and no KL term. A token that is no candidate, or for which a selection was given, gets its gradient in the visit that makes its
-    log-prob. Candidates wait for the cut, and those that stay are multiplied once more. So the forward makes the gradients of
-    whatever requires one, and the backward scales them: call it under no_grad for the loss alone.
+    and no KL term. A token that is no candidate, or for which a selection was given, gets its gradient in the visit that makes
+    its log-prob. Candidates wait for the cut, and those that stay are multiplied once more. So the forward makes the gradients
+    of whatever requires one, and the backward scales them: call it under no_grad for the loss alone.
 
     Made in two steps, linear_log_probs and m2po_loss, where no gradient is known on sight: reduction="none", gather_rows=False,
     denominator="kept" with a KL term, reduction="sequence-mean" with nonfinite="drop".
