@@ -192,9 +192,14 @@ def _loss_setup(ctx, inputs, output) -> None:
     ctx.dtypes = [None if t is None else t.dtype for t in inputs[: len(PARAMETERS)]]
     ctx.rest = len(inputs) - len(PARAMETERS)
     ctx.mark_non_differentiable(*others)
+    ctx.set_materialize_grads(False)  # else zeros as large as all gradients are made for the backward
 
 
 def _loss_grad(ctx, grad_loss, *_):
+    if grad_loss is None:
+        return (None,) * (len(PARAMETERS) + ctx.rest)
+    if torch.is_grad_enabled():  # create_graph=True; the sums have no history that could refuse later
+        _refuse_second_derivative(ctx)
     scale, *sums = ctx.saved_tensors
     factor = grad_loss * scale
     wanted = _wanted(sums, ctx.linear)

@@ -74,9 +74,8 @@ class Walk:
         return Visit(tokens, positions, hidden, logits, rows)
 
     def _logits(self, n: int) -> Tensor:
-        if self._buffer is None or self._buffer.shape[0] < n:
-            self._buffer = None  # given back before the next is taken
-            shape = (n, self.head.weight.shape[0])
+        if self._buffer is None:  # as large as any chunk of the call may become: a second one would be alive beside it
+            shape = (min(self._most, self.inputs.token_ids.shape[0]), self.head.weight.shape[0])
             self._buffer = torch.empty(shape, dtype=self.args.dtype, device=self.inputs.hidden.device)
         return self._buffer[:n]
 
