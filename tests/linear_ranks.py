@@ -109,7 +109,7 @@ def loss(split, rank: int, **options) -> None:
 def same_on_every_rank(*tensors: Tensor) -> None:
     """Bit for bit."""
     for tensor in tensors:
-        bits = tensor.contiguous().view(torch.uint8)
+        bits = tensor.reshape(-1).view(torch.uint8)
         others = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
         dist.all_gather(others, bits)
         assert all(torch.equal(bits, other) for other in others)

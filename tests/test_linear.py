@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -352,7 +353,8 @@ def test_sharded_weights_are_refused():
         ({"vocab_size": 7.0}, InvalidType, "vocab_size must be an integer"),
         ({"vocab_start": 3}, InvalidArgument, "vocab_start goes with tp_group"),
         ({"reduce_hidden": True}, InvalidArgument, "reduce_hidden=True goes with tp_group"),
-        ({"tp_group": object()}, InvalidArgument, "vocab_size is None with tp_group"),
+        ({"tp_group": 1, "vocab_size": 7}, InvalidType, "tp_group must be a torch.distributed.ProcessGroup"),
+        ({"tp_group": SimpleNamespace(group_name="0")}, InvalidArgument, "vocab_size is None with tp_group"),
         ({"max_workspace_bytes": 100}, InvalidArgument, "max_workspace_bytes must hold one row"),
         ({"max_workspace_bytes": 1e9}, InvalidType, "max_workspace_bytes must be an integer"),
         ({"entropy_grad": True}, InvalidArgument, "entropy_grad=True goes with return_entropy"),

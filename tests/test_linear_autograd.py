@@ -85,6 +85,16 @@ def test_second_derivatives_are_refused():
             torch.autograd.grad(output, case.hidden, create_graph=True)[0].sum().backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_scale_is_not_rounded_to_the_type_of_hidden(dtype):
+    """1 / D of a batch of 3 million tokens is 5.6 units of the smallest fp16."""
+    total = torch.linspace(-4000, 4000, 100, dtype=dtype)
+    factor = torch.tensor(1 / 3e6)
+    got = OPS.scaled(total, factor, dtype)
+    assert torch.equal(got, (total.double() * factor.double()).to(dtype))
+    assert not torch.equal(got, total * factor.to(dtype))  # the control
+
+
 def test_no_gradient_work_under_no_grad():
     case = make_case((4, 10)).leaves()
     tokens = loss_tensors(case)

@@ -34,8 +34,8 @@ def test_split_vocabulary(ranks, tmp_path):
     finally:
         for process in running:
             process.kill()
-    for rank, (process, output) in enumerate(zip(running, outputs, strict=True)):
-        assert process.returncode == 0, f"rank {rank}:\n{output}"
+    report = "\n".join(f"rank {rank}:\n{output}" for rank, output in enumerate(outputs))
+    assert [process.returncode for process in running] == [0] * ranks, report
 
 
 def test_combining_is_in_the_order_of_the_ranks():

@@ -113,6 +113,8 @@ def check_vocab(weight: Tensor, vocab_size: int | None, vocab_start: int, tp_gro
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise InvalidType(f"{name} must be an integer; got {describe(value)}")
     if tp_group is not None:
+        if not hasattr(tp_group, "group_name"):
+            raise InvalidType(f"tp_group must be a torch.distributed.ProcessGroup; got {describe(tp_group)}")
         if vocab_size is None:
             raise InvalidArgument("vocab_size is None with tp_group: pass the size of the whole vocabulary, without padding")
         if vocab_size < 1 or vocab_start < 0:

@@ -31,6 +31,7 @@ _BATCH = (
 )
 _RULE = "float[] rule_numbers, int[] rule_choices, str? rule_backend"  # Rule.args()
 _N_ARGS = 5
+SCALED_AT_ONCE = 1 << 22  # elements; 16 MB of fp32 where what is scaled, or the result, has 16 bits
 _N_BATCH = len(Batch._fields) - 1
 _GRADIENTS = ", ".join(f"Tensor d_{name}" for name in PARAMETERS)
 
@@ -112,8 +113,12 @@ def _loss(*args):
 
 
 def _scaled(total, factor, dtype):
+    """total * factor, rounded once: 1 / D is subnormal in fp16, and off by up to 2^-9 in bf16. In pieces, for fp32 temporaries."""
     out = torch.empty(total.shape, dtype=dtype, device=total.device)
-    return torch.mul(total, factor.to(total.dtype), out=out)
+    factor = factor.reshape(1)  # of its own dtype in the product; one without dimensions would take that of `total`
+    for piece, made in zip(total.reshape(-1).split(SCALED_AT_ONCE), out.view(-1).split(SCALED_AT_ONCE), strict=True):
+        torch.mul(piece, factor, out=made)
+    return out
 
 
 for _name, _fn in [

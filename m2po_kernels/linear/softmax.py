@@ -44,6 +44,11 @@ def backward(logits: Tensor, rows: Rows, grad_log_probs: Tensor, grad_entropy: T
     module, local = _module(logits, args)
     flow = grad_log_probs.to(args.sum_dtype)
     of_entropy = None if grad_entropy is None else grad_entropy.to(args.sum_dtype)
+    if rows.chosen is not None:
+        # A rank all of whose columns are minus infinity has no column to measure the others by; nothing flows into them.
+        nothing = ~rows.chosen & (rows.column_log_prob == -torch.inf)
+        flow = flow.masked_fill(nothing, 0.0)
+        of_entropy = None if of_entropy is None else of_entropy.masked_fill(nothing, 0.0)
     entropy = flow.new_empty(0) if rows.entropy is None else rows.entropy[None]
     module.log_softmax_backward(
         flow[None],
