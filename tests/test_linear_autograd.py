@@ -1,4 +1,4 @@
-"""The functions from hidden states as torch sees them: saved tensors, twice, checkpointed, compiled, opcheck, gradcheck, memory."""
+"""The functions from hidden states as torch sees them: saved tensors, checkpointing, compile, opcheck, memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import same_bits
-from linear_helpers import Case, gradients, loss_tensors, make_case, workspace_for
+from linear_helpers import Case, gradients, loss_tensors, make_case
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
@@ -87,9 +87,9 @@ def test_second_derivatives_are_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_the_scale_is_not_rounded_to_the_type_of_hidden(dtype):
-    """1 / D of a batch of 3 million tokens is 5.6 units of the smallest fp16."""
+    """1 / D of a batch of 2.9 million tokens is 5.8 units of the smallest fp16."""
     total = torch.linspace(-4000, 4000, 100, dtype=dtype)
-    factor = torch.tensor(1 / 3e6)
+    factor = torch.tensor(1 / 2.9e6)
     got = OPS.scaled(total, factor, dtype)
     assert torch.equal(got, (total.double() * factor.double()).to(dtype))
     assert not torch.equal(got, total * factor.to(dtype))  # the control

@@ -300,7 +300,7 @@ def test_errors():
         linear_m2po_loss(case.hidden, case.weight, torch.full((4, 5), 157), behavior, advantages, torch.ones(4, 5))
     with pytest.raises(InvalidArgument, match="log_probs must have shape"):
         linear_m2po_loss(case.hidden[None], case.weight, case.token_ids[None], behavior, advantages, mask)
+    bad = behavior.clone()
+    bad.view(-1)[(mask & (advantages != 0)).flatten().nonzero()[0]] = math.inf
     with pytest.raises(NonFiniteError, match="1 of"):
-        bad = behavior.clone()
-        bad[mask & (advantages != 0)] = torch.where(torch.arange(int((mask & (advantages != 0)).sum())) == 0, math.inf, 0.0)
         linear_m2po_loss(*head, bad, advantages, mask, nonfinite="error")

@@ -113,7 +113,10 @@ def _loss(*args):
 
 
 def _scaled(total, factor, dtype):
-    """total * factor, rounded once: 1 / D is subnormal in fp16, and off by up to 2^-9 in bf16. In pieces, for fp32 temporaries."""
+    """total * factor in fp32 or fp64, then rounded: as fp16 the 1 / D of a large batch is subnormal, as bf16 off by up to 2^-8.
+
+    In pieces, so that the wide temporaries are small.
+    """
     out = torch.empty(total.shape, dtype=dtype, device=total.device)
     factor = factor.reshape(1)  # of its own dtype in the product; one without dimensions would take that of `total`
     for piece, made in zip(total.reshape(-1).split(SCALED_AT_ONCE), out.view(-1).split(SCALED_AT_ONCE), strict=True):
