@@ -127,7 +127,7 @@ def _dense(batch: Batch) -> Tensor:
 
 
 def _trl(batch: Batch) -> Tensor:
-    """GRPOTrainer._get_per_token_logps_and_entropies after the model: logits, divided by the temperature, then its own function."""
+    """As GRPOTrainer does after the model: logits, divided by the temperature, then its own function of them."""
     from trl.trainer.utils import selective_log_softmax
 
     temperature = 1.0
