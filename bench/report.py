@@ -17,6 +17,7 @@ from . import report_gpu
 from .contenders import LABELS, TASKS
 from .machine import RESULTS, ROOT
 
+LINEAR = "-linear"  # the end of the name of a file that bench.linear wrote; bench.linear_report makes its page
 LOGITS = "-logits"  # the end of the name of a file that bench.logits wrote
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 # Blue, orange, green and purple of Okabe and Ito's set, told apart by colour-blind readers, and grey for the copy.
@@ -258,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", type=Path, help="rows; default: every .jsonl in bench/results")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="where the table goes, between marker comments")
     args = parser.parse_args(argv)
-    files = args.files or sorted(RESULTS.glob("*.jsonl"))
+    files = args.files or [file for file in sorted(RESULTS.glob("*.jsonl")) if not file.stem.endswith(LINEAR)]
     if not files:
         parser.error(f"no rows in {RESULTS}: run `python -m bench.compare` first")
     for file in files:
