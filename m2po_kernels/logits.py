@@ -58,7 +58,7 @@ def selective_log_softmax(
     args = LogitsArgs(
         temperature=1.0 if isinstance(temperature, Tensor) else temperature,
         logit_scale=logit_scale,
-        logit_softcap=_softcap(logit_softcap),
+        logit_softcap=check_softcap(logit_softcap),
         vocab_size=_vocab_size(vocab_size, logits),
         shift=shift,
         with_entropy=return_entropy,
@@ -71,7 +71,7 @@ def selective_log_softmax(
     rows = _as_rows(logits, shift)
     temperatures = None
     if isinstance(temperature, Tensor):
-        temperatures = _temperatures(temperature, logits, shape).reshape(rows.shape[0], rows.shape[1] - shift)
+        temperatures = check_temperatures(temperature, "logits", logits, shape).reshape(rows.shape[0], rows.shape[1] - shift)
     log_probs, entropy = torch.ops.m2po_kernels.selective_log_softmax(
         rows, token_ids.reshape(rows.shape[:2]), temperatures, *args.args(), inplace, backend
     )
@@ -176,7 +176,8 @@ def _check_tensors(logits: Tensor, token_ids: Tensor, shift: int) -> None:
         raise InvalidArgument(f"logits must have at least one position per sequence with shift=1; got {describe(logits)}")
 
 
-def _softcap(logit_softcap: float | None) -> float:
+def check_softcap(logit_softcap: float | None) -> float:
+    """The soft-cap as LogitsArgs takes it: 0 for none."""
     if logit_softcap is None:
         return 0.0
     check_number("logit_softcap", logit_softcap, "> 0 and finite, or None", lambda x: x > 0)
@@ -194,16 +195,17 @@ def _vocab_size(vocab_size: int | None, logits: Tensor) -> int:
     return vocab_size
 
 
-def _temperatures(temperature: Tensor, logits: Tensor, shape: tuple[int, ...]) -> Tensor:
+def check_temperatures(temperature: Tensor, name: str, start: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Per-token temperatures in the type of d; `start` is what the call starts from, its argument `name`."""
     if temperature.dtype not in FLOAT_DTYPES:
         raise InvalidType(f"temperature must be a number or a floating-point tensor; got {describe(temperature)}")
     if temperature.shape != shape:
         raise InvalidArgument(
             f"temperature must be a number or have the result's shape, {list(shape)}; got {describe(temperature)}"
         )
-    if temperature.device != logits.device:
-        raise InvalidArgument(f"temperature must be on the device of logits, {logits.device}; got {describe(temperature)}")
-    return temperature.detach().to(compute_dtype(logits))
+    if temperature.device != start.device:
+        raise InvalidArgument(f"temperature must be on the device of {name}, {start.device}; got {describe(temperature)}")
+    return temperature.detach().to(compute_dtype(start))
 
 
 def _as_rows(logits: Tensor, shift: int) -> Tensor:

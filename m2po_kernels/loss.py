@@ -57,6 +57,52 @@ def m2po_loss(
     Returns a LossOutput. No host sync, except with nonfinite="error". Second derivatives raise.
     Raises InvalidArgument, InvalidType, MissingBehaviorLogProbs, NonFiniteError, BackendUnavailable (all in m2po_kernels.errors).
     """
+    batch, rule = prepare(
+        log_probs,
+        behavior_log_probs,
+        advantages,
+        mask,
+        m2_threshold=m2_threshold,
+        scope=scope,
+        reduction=reduction,
+        denominator=denominator,
+        ref_log_probs=ref_log_probs,
+        kl_coef=kl_coef,
+        ratio_cap=ratio_cap,
+        nonfinite=nonfinite,
+        selection=selection,
+        part=part,
+        cu_seqlens=cu_seqlens,
+        sequence_lengths=sequence_lengths,
+        backend=backend,
+    )
+    return _run(batch, rule)
+
+
+def prepare(
+    log_probs: Tensor,
+    behavior_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    m2_threshold: float = _DEFAULT_THRESHOLD,
+    scope: str = _DEFAULT_SCOPE,
+    reduction: str = "token-mean",
+    denominator: float | Tensor | str | None = None,
+    ref_log_probs: Tensor | None = None,
+    kl_coef: float = 0.0,
+    ratio_cap: float | None = None,
+    nonfinite: str = "propagate",
+    selection: Selection | None = None,
+    part: Part | None = None,
+    cu_seqlens: Tensor | None = None,
+    sequence_lengths: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Batch, Rule]:
+    """The arguments of `m2po_loss` checked, as the ops take them.
+
+    The values of log_probs are read for the weights of "sequence-mean" with nonfinite="drop" alone; else any of that shape do.
+    """
     batch, ids = check_batch(
         log_probs,
         behavior_log_probs,
@@ -86,7 +132,7 @@ def m2po_loss(
         per_token=reduction == "none",
         backend=backend,
     )
-    return _run(batch, rule)
+    return batch, rule
 
 
 def grpo_loss(

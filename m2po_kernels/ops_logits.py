@@ -37,15 +37,16 @@ def _log_softmax(logits, token_ids, temperatures, *scalars):
     module = dispatch.backend_for_logits(logits, args, backend)
     if token_ids.shape[1] > args.shift and token_ids.shape[0]:
         if logits.device.type == "cpu":  # here reading a value costs no wait for a device
-            _check_values(token_ids[:, args.shift :], temperatures, args)
+            check_values(token_ids[:, args.shift :], temperatures, args.vocab_size)
         return module.log_softmax(logits, token_ids, temperatures, args)
     return _empty_results(logits, args)
 
 
-def _check_values(token_ids: Tensor, temperatures: Tensor | None, args: LogitsArgs) -> None:
+def check_values(token_ids: Tensor, temperatures: Tensor | None, vocab_size: int) -> None:
+    """Raises InvalidArgument unless every id is in the vocabulary and every temperature positive. Reads them: for a CPU."""
     low, high = (int(x) for x in torch.aminmax(token_ids))
-    if low < 0 or high >= args.vocab_size:
-        raise InvalidArgument(f"token_ids must be in [0, {args.vocab_size}), the vocabulary; got ids from {low} to {high}")
+    if low < 0 or high >= vocab_size:
+        raise InvalidArgument(f"token_ids must be in [0, {vocab_size}), the vocabulary; got ids from {low} to {high}")
     if temperatures is not None and not bool((temperatures > 0).all()):
         raise InvalidArgument(f"temperature must be > 0 at every token; got {float(temperatures.min())!r} as the smallest")
 

@@ -1,0 +1,117 @@
+"""The loss in one walk: rows whose gradient is settled on sight get it in the visit that first reads them; candidates wait."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..exact import Unit, to_key
+from ..inputs import wide_dtype
+from ..results import FLOATS
+from ..rule import Batch, Rule
+from .args import Inputs, LinearArgs
+from .plan import Work
+from .walk import Walk, only
+
+OPS = torch.ops.m2po_kernels
+# Metrics that need the log-prob of every valid token, and so are over the computed ones alone.
+RATIO_METRICS = slice(FLOATS.index("ratio_mean"), FLOATS.index("approx_kl") + 1)
+
+
+def rows_with_gradient(batch: Batch, rule: Rule) -> Tensor:
+    """Which tokens can have a gradient or a part in the selection. bool, shape of the batch's tensors."""
+    valid = batch.mask != 0
+    if rule.kl_coef > 0:
+        return valid
+    if batch.keep is not None:
+        return valid & batch.keep & (batch.advantages != 0)
+    return valid if rule.scope == "all" else valid & (batch.advantages != 0)
+
+
+def stand_in(computed: Tensor, log_probs: Tensor, batch: Batch) -> Tensor:
+    """`log_probs` where computed, elsewhere the behaviour's: there d is 0, which no sum takes part in. In the batch's shape."""
+    shape = batch.behavior_log_probs.shape
+    return torch.where(computed.reshape(shape), log_probs.reshape(shape), batch.behavior_log_probs.to(log_probs.dtype))
+
+
+def over_computed(floats: Tensor, computed: Tensor, batch: Batch, rule: Rule) -> Tensor:
+    """The float metrics of `batch` with those of ratio and KL taken over the computed tokens."""
+    own = batch._replace(mask=computed.reshape(batch.mask.shape), keep=None, denominators=None, weights=None)
+    nonfinite = "drop" if rule.nonfinite == "drop" else "propagate"
+    _, _, of_computed = OPS.select(*own, *replace(rule, nonfinite=nonfinite).args())
+    floats = floats.clone()
+    floats[RATIO_METRICS] = of_computed[RATIO_METRICS]
+    return floats
+
+
+class Coefficients:
+    """d loss / d log-prob without the loss's divisor, as far as it is known before the cut."""
+
+    def __init__(self, batch: Batch, rule: Rule, dtype: torch.dtype) -> None:
+        device = batch.mask.device
+        tensors = (batch.behavior_log_probs, batch.advantages, batch.mask, batch.ref_log_probs, batch.weights, batch.keep)
+        self._flat = [None if t is None else t.reshape(-1) for t in tensors]
+        self._rule = rule
+        self.one = torch.ones((), dtype=dtype, device=device)
+        # A divisor of 0 makes the loss and the gradient 0, whatever the sums hold.
+        given = batch.denominators
+        self.scales = torch.ones(2, dtype=wide_dtype(device), device=device) if given is None else (given != 0).to(given.dtype)
+        self._cuts = [_cut(v, dtype, device) for v in (float("inf"), Unit.of(rule.m2_threshold, dtype).candidate_above)]
+
+    def on_sight(self, log_probs: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(coefficient, whether it waits for the cut) of tokens with these log-probs. [n] each.
+
+        It waits where it is one thing if all candidates stay and another if all go.
+        """
+        rows = Batch(log_probs, *(None if t is None else t[tokens] for t in self._flat))  # type: ignore[arg-type]
+        if_kept, if_gone = (OPS.policy_loss_backward(self.one, self.scales, cut, *rows, *self._rule.args()) for cut in self._cuts)
+        return if_kept, (if_kept != if_gone) & ~if_kept.isnan()
+
+    def after_cut(self, batch: Batch, cut: Tensor) -> Tensor:
+        """The coefficient of every token of the whole batch. [N]"""
+        return OPS.policy_loss_backward(self.one, self.scales, cut, *batch, *self._rule.args()).reshape(-1)
+
+
+def _cut(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The cut that drops a v above `value`, and none that equals it."""
+    key = to_key(torch.full((1,), value, dtype=dtype, device=device))
+    return torch.cat([key, torch.full_like(key, -1)])
+
+
+def loss_forward(inputs: Inputs, batch: Batch, rule: Rule, args: LinearArgs) -> tuple[Tensor, ...]:
+    """The results of the op linear_m2po_loss (ops.py). `batch.log_probs` is not read; inputs.rows names the rows to compute."""
+    assert inputs.rows is not None
+    walk = Walk(inputs, args, with_gradients=True)
+    n, dtype, device = inputs.token_ids.shape[0], args.sum_dtype, inputs.hidden.device
+    log_probs = torch.zeros(n, dtype=dtype, device=device)
+    entropy = torch.zeros(n if args.with_entropy else 0, dtype=dtype, device=device)
+    coefficients = Coefficients(batch, rule, dtype)
+    waiting = [inputs.token_ids.new_empty(0)]
+    settled = computed = 0
+    for tokens in walk.tokens(inputs.rows):
+        visit = walk.visit(tokens)
+        computed += tokens.shape[0]
+        log_probs[tokens] = visit.rows.log_prob
+        if visit.rows.entropy is not None:
+            entropy[tokens] = visit.rows.entropy
+        if walk.gradients.any:
+            coefficient, waits = coefficients.on_sight(visit.rows.log_prob, tokens)
+            waiting.append(tokens[waits])
+            visit, order = only(visit, (coefficient != 0) & ~waits)
+            settled += order.shape[0]
+            walk.add_gradient(visit, coefficient[order])
+    whole = batch._replace(log_probs=stand_in(inputs.rows, log_probs, batch))
+    loss, scales, cut, counts, floats = OPS.policy_loss(*whole, *rule.args())
+    floats = over_computed(floats, inputs.rows, whole, rule)
+    recomputed = 0
+    if walk.gradients.any:
+        final = coefficients.after_cut(whole, cut)
+        late = torch.cat(waiting)
+        for tokens in walk.pieces(late[final[late] != 0]):
+            recomputed += tokens.shape[0]
+            walk.add_gradient(walk.visit(tokens), final[tokens])
+    work = Work(computed, settled, recomputed)
+    rows = torch.tensor([work.computed, work.settled, work.recomputed], dtype=torch.int64)
+    return loss, log_probs, entropy, counts, floats, scales[0].to(dtype), rows, *walk.finish()

@@ -1,0 +1,114 @@
+"""The way through the rows of a call: a chunk at a time, each multiplied into the same buffer of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import softmax
+from .args import Inputs, LinearArgs
+from .head import Head, HeadGradients
+from .plan import chunk_rows, chunks
+from .softmax import Rows
+from .vocab_parallel import group_named, sum_over_ranks
+
+MOVED_AT_ONCE = 16  # rows of logits that are copied while a chunk closes its gaps
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A chunk: its tokens [n], their positions in hidden, their hidden states [n, H] and logits [n, V] (a part of the buffer)."""
+
+    tokens: Tensor
+    positions: Tensor
+    hidden: Tensor
+    logits: Tensor
+    rows: Rows
+
+
+class Walk:
+    """One call's inputs, its buffer, and the sums of its gradients."""
+
+    def __init__(self, inputs: Inputs, args: LinearArgs, with_gradients: bool) -> None:
+        self.inputs, self.args = inputs, args
+        self.head = Head.of(inputs, args)
+        self.gradients = HeadGradients.zeros(inputs, args) if with_gradients else HeadGradients()
+        self._most = chunk_rows(self._row_bytes(), args.max_workspace_bytes)
+        self._buffer: Tensor | None = None
+
+    def _row_bytes(self) -> int:
+        columns, width = self.head.weight.shape
+        if self.args.group is not None:  # the same on every rank, however uneven the shards: each chunk has a collective
+            ranks = group_named(self.args.group).size()
+            columns = max(1, -(-self.args.vocab_size // ranks))
+        return (columns + 2 * width) * self.args.dtype.itemsize
+
+    def tokens(self, wanted: Tensor | None) -> Iterator[Tensor]:
+        """Indices of the tokens in chunks: of those that `wanted` (bool [N]) names, or of all where rows are not gathered."""
+        n, device = self.inputs.token_ids.shape[0], self.inputs.token_ids.device
+        if wanted is None or not self.args.gather_rows:
+            for piece in chunks(n, self._most):
+                yield torch.arange(piece.start, piece.stop, device=device)
+        else:
+            yield from self.pieces(wanted.nonzero().flatten())
+
+    def pieces(self, tokens: Tensor) -> Iterator[Tensor]:
+        """`tokens` in chunks."""
+        for piece in chunks(tokens.shape[0], self._most):
+            yield tokens[piece]
+
+    def visit(self, tokens: Tensor) -> Visit:
+        """Multiplies these tokens' rows. The logits of the chunk before are gone."""
+        inputs, args = self.inputs, self.args
+        positions = tokens // args.tokens * args.positions + (args.first + tokens % args.tokens)
+        hidden = inputs.hidden.detach().index_select(0, positions).to(args.dtype)
+        if inputs.rows is not None and not args.gather_rows:  # a row without a token may hold anything; 0 * NaN is NaN
+            hidden = torch.where(inputs.rows[tokens, None], hidden, 0.0)
+        logits = self._logits(tokens.shape[0])
+        self.head.logits(hidden, logits)
+        temperatures = None if inputs.temperatures is None else inputs.temperatures[tokens]
+        rows = softmax.forward(logits, inputs.token_ids[tokens], temperatures, args)
+        return Visit(tokens, positions, hidden, logits, rows)
+
+    def _logits(self, n: int) -> Tensor:
+        if self._buffer is None:  # as large as any chunk of the call may become: a second one would be alive beside it
+            shape = (min(self._most, self.inputs.token_ids.shape[0]), self.head.weight.shape[0])
+            self._buffer = torch.empty(shape, dtype=self.args.dtype, device=self.inputs.hidden.device)
+        return self._buffer[:n]
+
+    def add_gradient(self, visit: Visit, grad_log_probs: Tensor, grad_entropy: Tensor | None = None) -> None:
+        """Turns the visit's logits into their gradient and adds what it contributes. [n] each."""
+        softmax.backward(visit.logits, visit.rows, grad_log_probs, grad_entropy, self.args)
+        self.gradients.add(self.head, visit.positions, visit.hidden, visit.logits)
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """The gradients in the order of PARAMETERS, an empty tensor for each that is not wanted."""
+        if self.args.group is not None and self.args.reduce_hidden:
+            for partial in (self.gradients.hidden, self.gradients.lora_a):
+                if partial is not None:
+                    sum_over_ranks(partial, self.args.group)
+        return tuple(self.inputs.hidden.new_empty(0) if t is None else t for t in self.gradients)
+
+
+def only(visit: Visit, ready: Tensor) -> tuple[Visit, Tensor]:
+    """The visit with the rows that `ready` (bool [n]) names alone, and where each was before. Waits for their number.
+
+    The logits stay where they are: rows behind the last one that stays move into the gaps before it.
+    """
+    kept = int(ready.sum())
+    order = torch.arange(kept, device=ready.device)
+    if kept == ready.shape[0]:
+        return visit, order
+    gaps = (~ready[:kept]).nonzero().flatten()
+    movers = ready[kept:].nonzero().flatten() + kept
+    order[gaps] = movers
+    for start in range(0, gaps.shape[0], MOVED_AT_ONCE):
+        part = slice(start, start + MOVED_AT_ONCE)
+        visit.logits[gaps[part]] = visit.logits[movers[part]]
+    return (
+        Visit(visit.tokens[order], visit.positions[order], visit.hidden[order], visit.logits[:kept], visit.rows.take(order)),
+        order,
+    )
