@@ -20,7 +20,7 @@ from linear_helpers import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from m2po_kernels import linear_log_probs, linear_m2po_loss, m2po_loss, select
+from m2po_kernels import M2Accumulator, linear_log_probs, linear_m2po_loss, m2po_loss, select
 from m2po_kernels.errors import InvalidArgument, MissingBehaviorLogProbs, NonFiniteError
 from m2po_kernels.linear import ops
 from m2po_kernels.linear.plan import Work
@@ -304,3 +304,30 @@ def test_errors():
     bad.view(-1)[(mask & (advantages != 0)).flatten().nonzero()[0]] = math.inf
     with pytest.raises(NonFiniteError, match="1 of"):
         linear_m2po_loss(*head, bad, advantages, mask, nonfinite="error")
+
+
+def test_micro_batches_add_up_to_the_whole():
+    """One selection over three micro-batches: loss and gradients as close to the whole batch's in fp64 as one call's."""
+    case = make_case((9, 11), seed=4)
+    tokens = loss_tensors(case, seed=4)
+    dense = case.leaves()
+    theirs = dense_loss(dense, tokens, {})
+    loss, exact = linear_loss_oracle(case.hidden, case.weight, case.token_ids, *tokens, head=case.head)
+    assert loss.metrics["dropped_tokens"] > 0
+    accumulator = M2Accumulator()
+    rows = [slice(0, 4), slice(4, 5), slice(5, 9)]
+    with torch.no_grad():
+        log_probs = [linear_log_probs(case.hidden[r], case.weight, case.token_ids[r]) for r in rows]
+    parts = [accumulator.add(lp, *(t[r] for t in tokens)) for lp, r in zip(log_probs, rows, strict=True)]
+    selection = accumulator.solve()
+    assert int(selection.metrics.dropped_tokens) == loss.metrics["dropped_tokens"]
+    ours, losses = case.leaves(), []
+    for r, part in zip(rows, parts, strict=True):
+        of_part = (t[r] for t in tokens)
+        out = linear_m2po_loss(ours.hidden[r], ours.weight, ours.token_ids[r], *of_part, selection=selection, part=part)
+        out.loss.backward()
+        losses.append(out.loss.detach())
+    accumulator.close()
+    assert_close_as_torch(torch.stack(losses).sum(), theirs.loss.detach(), loss.loss, "loss", exact.log_probs)
+    got = {name: t.grad for name, t in ours.parameters().items()}
+    assert_gradients(got, gradients(dense, (theirs.loss, torch.ones(()))), exact)
