@@ -44,7 +44,7 @@ def selective_log_softmax(
         use, and only one backward is possible: anything else raises.
     shift: 1 takes logits and token_ids of the same [B, T + 1] positions, pairs row t with token t + 1 and returns [B, T];
         the last row of each sequence gets gradient 0. It saves a slice, whose own backward would allocate all logits again.
-    backend: "eager", "native", "triton", or None for the first that serves the call.
+    backend: "eager", "native", "cuda", "triton", or None for the first that serves the call.
 
     Returns log_probs, or (log_probs, entropy): float32, float64 for float64 logits. A row's result has the same bits alone
     and in any batch. A row whose incoming gradient is 0 gets gradient 0 whatever it holds; native and triton, and eager on a

@@ -33,7 +33,7 @@ def select(
     m2_threshold: tau >= 0, a double; inf drops nothing, 0 drops every token of T that moved.
     scope: "quadrants" (the paper: A > 0 and d > 0, or A < 0 and d < 0) or "all" (AReaL: every valid token).
     nonfinite: "propagate", "drop" or "error"; see docs/semantics.md.
-    backend: "eager", "native", "triton", or None for the first that serves the call.
+    backend: "eager", "native", "cuda", "triton", or None for the first that serves the call.
 
     The tokens given are taken for the whole optimizer batch: the mean that must not exceed m2_threshold is over all of them.
     Raises InvalidArgument, InvalidType, MissingBehaviorLogProbs, NonFiniteError, BackendUnavailable (all in m2po_kernels.errors).
