@@ -37,7 +37,8 @@ settings.load_profile("repeatable")
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
         pairs = PAIRS
-        if "logits" in metafunc.module.__name__:
+        named = f"{metafunc.module.__name__} {metafunc.function.__name__}"
+        if "logits" in named or "linear" in named:  # not every backend starts from logits
             pairs = [(device, name) for device, name in PAIRS if hasattr(dispatch.load(name), "log_softmax")]
         ids = [f"{device}-{backend}" for device, backend in pairs]
         metafunc.parametrize(("device", "backend"), pairs, indirect=True, ids=ids, scope="session")
