@@ -20,7 +20,7 @@ CMAKE_ENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 # The tests are of the native backend too wherever there is a compiler: there a build that fails must fail them.
 TEST_BUILD := $(or $(M2PO_BUILD),$(if $(HAVE_CXX),cpu,none))
 
-.PHONY: demo test ctest no-ctest bench lint wheel wheel-check install clean
+.PHONY: demo test test-integrations ctest no-ctest bench lint wheel wheel-check install clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -37,6 +37,13 @@ ctest: $(VENV)/.cmake
 
 no-ctest:
 	@echo "C++ tests left out: they need Linux, a C++ compiler and GoogleTest (on Debian: apt-get install g++ libgtest-dev)."
+
+# The adapters against the real packages; test-trl and so on: one of them. Each has its own environment under build/integrations.
+INTEGRATIONS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard tests/integrations/*/requirements.txt)))
+test-integrations: $(addprefix test-,$(INTEGRATIONS))
+
+test-%: tests/integrations/%/requirements.txt
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" tests/integrations/run.sh $*
 
 bench: $(VENV)/.extra-bench $(VENV)/.built-$(TEST_BUILD)
 	$(BIN)/python -m bench.compare

@@ -1,0 +1,1 @@
+"""Adapters for trainers: docs/integrations/. Each is a module that imports its framework; importing this imports none."""

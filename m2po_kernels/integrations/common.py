@@ -1,0 +1,104 @@
+"""What the adapters share: the versions they are tested with, the window of one optimizer step, the names of logged metrics."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from m2po_kernels import M2Accumulator, Part, Selection
+
+# By distribution. Hooks were read in these releases, and tests/integrations runs against them.
+TESTED = {
+    "trl": "1.16.0",
+    "verl": "0.9.1",
+    "ms-swift": "4.6.0",
+    "openrlhf": "0.11.2",
+    "trinity-rft": "0.6.0",
+    "areal": "1.0.4",
+}
+
+
+def check_version(distribution: str) -> None:
+    """Warns, naming both, where the installed version of `distribution` is not the one that the adapter is tested with."""
+    installed, tested = version(distribution), TESTED[distribution]
+    if installed != tested:
+        warnings.warn(
+            f"m2po_kernels.integrations is tested with {distribution} {tested}; installed is {distribution} {installed}",
+            stacklevel=3,
+        )
+
+
+class MicroBatch(NamedTuple):
+    """What the selection needs, as `m2po_loss` takes it; behaviour log-probs are NaN where the engine did not score a token."""
+
+    log_probs: Tensor
+    behavior_log_probs: Tensor | None
+    advantages: Tensor
+    mask: Tensor
+
+
+class Share(NamedTuple):
+    """One micro-batch's share of a window: what the loss takes for it."""
+
+    behavior_log_probs: Tensor
+    mask: Tensor  # bool: without the tokens that the engine did not score
+    part: Part
+
+
+@dataclass(frozen=True)
+class Window:
+    """The selection of one optimizer step, made before its first micro-batch is trained on.
+
+    unscored_tokens: of this rank, 0-d int64; valid tokens whose behaviour log-prob is NaN. They are left out of everything.
+    """
+
+    selection: Selection
+    shares: Sequence[Share]
+    unscored_tokens: Tensor
+
+    def metrics(self) -> dict[str, float]:
+        """For a logger, by the names that the adapters share. Waits for the device."""
+        values = self.selection.metrics.to_dict()
+        return {
+            "m2/before": values["m2_before"],
+            "m2/after": values["m2_after"],
+            "m2/masked_fraction": values["masked_fraction"],
+            "m2/trust_region_fraction": values["trust_region_fraction"],
+            "m2/threshold": self.selection.m2_threshold,
+            "m2/cut": values["m2_cut"],
+            "m2/approx_kl": values["approx_kl"],
+            "m2/ratio_max": values["ratio_max"],
+            "m2/unscored_tokens": float(self.unscored_tokens),
+        }
+
+
+def select_window(
+    micro_batches: Iterable[MicroBatch],
+    *,
+    m2_threshold: float = 0.04,
+    scope: str = "quadrants",
+    group: Any = None,
+    replicated_over: Any = None,
+) -> Window:
+    """One selection over all micro-batches of one optimizer step, on all ranks of `group`; arguments as in `M2Accumulator`.
+
+    Raises MissingBehaviorLogProbs on all ranks if a micro-batch of any has none, and what `M2Accumulator.solve` raises.
+    """
+    accumulator = M2Accumulator(m2_threshold=m2_threshold, scope=scope)
+    shares, unscored = [], []
+    for log_probs, behavior, advantages, mask in micro_batches:
+        mask = mask != 0
+        if behavior is not None:
+            missing = mask & behavior.isnan()
+            unscored.append(missing.count_nonzero())
+            mask = mask & ~missing
+        part = accumulator.add(log_probs, behavior, advantages, mask)
+        shares.append(Share(log_probs if behavior is None else behavior, mask, part))
+    selection = accumulator.solve(group, replicated_over=replicated_over)
+    return Window(selection, shares, torch.stack(unscored).sum() if unscored else torch.tensor(0))
