@@ -82,7 +82,9 @@ def find_compiler() -> str | None:
 
 
 def find_nvcc() -> str | None:
-    """The CUDA compiler: nvcc on PATH, else where NVIDIA's packages put it."""
+    """The CUDA compiler: that of $CUDA_HOME, which torch too takes first, else nvcc on PATH or where NVIDIA's packages put it."""
+    if home := os.environ.get("CUDA_HOME"):
+        return shutil.which(f"{home}/bin/nvcc")
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
@@ -100,7 +102,7 @@ def choose() -> dict[str, tuple[bool, str]]:
         missing.append("no C++ compiler was found (CXX, c++, g++)")
     if find_torch() is None:
         missing.append("no torch >= 2.10 was found beside this Python: install torch first")
-    missing_cuda = [*missing, *([] if find_nvcc() else ["no nvcc was found on PATH or in /usr/local/cuda/bin"])]
+    missing_cuda = [*missing, *([] if find_nvcc() else ["no nvcc was found (CUDA_HOME, PATH, /usr/local/cuda/bin)"])]
     if missing_cuda if wanted == "cuda" else missing and wanted:
         raise SystemExit(f"M2PO_BUILD={wanted} cannot be had: {'; '.join(missing_cuda if wanted == 'cuda' else missing)}")
     why = f"M2PO_BUILD={wanted}" if wanted else "a C++ compiler and torch's headers were found"

@@ -7,6 +7,7 @@ python -m bench.cuda_report --check    # exits with 1 on a spill, a stack frame 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -56,6 +57,8 @@ class Figures:
 
 def nvcc() -> str | None:
     """The CUDA compiler, as setup.py finds it."""
+    if home := os.environ.get("CUDA_HOME"):
+        return shutil.which(f"{home}/bin/nvcc")
     return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 

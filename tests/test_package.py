@@ -1,4 +1,4 @@
-"""The sdist installs in a fresh environment: with a compiler the extension is there, without one eager works and says why.
+"""The sdist installs in a fresh environment: with a compiler the extension is there, with nvcc CUDA's too; what is not says why.
 
 The fresh environments see this environment's torch through a .pth file, so that nothing large is downloaded.
 """
@@ -85,6 +85,14 @@ def test_install_with_a_compiler(sdist, tmp_path):
     assert (chosen, reason) == ("native", "None")
     installed = Path(command(python, "-c", "import m2po_kernels; print(m2po_kernels.__file__)").strip()).parent
     assert (installed / "data" / "smollm2_rollouts.safetensors").is_file()
+
+
+def test_install_with_a_compiler_and_no_nvcc(sdist, tmp_path):
+    python = fresh_python(tmp_path / "env")
+    install(python, sdist, CUDA_HOME="/nonexistent")
+    assert command(python, "-c", CALL.format(prefix=str(tmp_path))).splitlines() == ["native", "None"]
+    recorded = command(python, "-c", "from m2po_kernels.compiled import load_library; print(load_library('cuda'))")
+    assert "no nvcc was found (CUDA_HOME" in recorded
 
 
 def test_install_without_a_compiler(sdist, tmp_path):
