@@ -117,7 +117,10 @@ def _scaled(total, factor, dtype):
 
     In pieces, so that the wide temporaries are small.
     """
-    out = torch.empty(total.shape, dtype=dtype, device=total.device)
+    return _scale(total, factor, torch.empty(total.shape, dtype=dtype, device=total.device))
+
+
+def _scale(total: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     factor = factor.reshape(1)  # of its own dtype in the product; one without dimensions would take that of `total`
     for piece, made in zip(total.reshape(-1).split(SCALED_AT_ONCE), out.view(-1).split(SCALED_AT_ONCE), strict=True):
         torch.mul(piece, factor, out=made)
@@ -212,10 +215,20 @@ def _loss_grad(ctx, grad_loss, *_):
     factor = grad_loss * scale
     wanted = _wanted(sums, ctx.linear)
     grads = [
-        None if total is None else torch.ops.m2po_kernels.scaled(total, factor, dtype)
-        for total, dtype in zip(wanted, ctx.dtypes, strict=True)
+        None if total is None else _scaled_sum(total, factor, dtype) for total, dtype in zip(wanted, ctx.dtypes, strict=True)
     ]
     return *grads, *(None for _ in range(ctx.rest))
+
+
+def _scaled_sum(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient made of a saved sum: in its place where nothing will ask for the sum again, as d hidden is large.
+
+    It is asked for again by a second backward (retain_graph=True), and by a graph that is being traced and will run many times.
+    """
+    keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
+    if total.dtype != dtype or type(total) is not Tensor or keep_graph():
+        return torch.ops.m2po_kernels.scaled(total, factor, dtype)
+    return _scale(total, factor, out=total)
 
 
 def _wanted(gradients: Sequence[Tensor], linear: LinearArgs) -> list[Tensor | None]:
