@@ -231,6 +231,8 @@ def linear_m2po_loss(
     else:
         result = torch.ops.m2po_kernels.linear_m2po_loss(*inputs, *call.args.args(), *batch[1:], *rule.args())
         loss_value, log_probs, entropy, counts, floats, _, work = result[:7]
+        if not torch.compiler.is_compiling() and loss_value.grad_fn is not None:
+            loss_value.grad_fn.owns_sums = True  # the rest of `result` ends here, so the backward may scale it in place
         out = LinearLossOutput(loss_value, Metrics(counts, floats), work=work)
     return _with_asked_for(out, call.shape, log_probs if return_log_probs else None, entropy if return_entropy else None)
 

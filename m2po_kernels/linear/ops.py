@@ -203,6 +203,7 @@ def _loss_setup(ctx, inputs, output) -> None:
     ctx.dtypes = [None if t is None else t.dtype for t in inputs[: len(PARAMETERS)]]
     ctx.rest = len(inputs) - len(PARAMETERS)
     ctx.mark_non_differentiable(*others)
+    ctx.owns_sums = False  # `linear_m2po_loss` says otherwise
     ctx.set_materialize_grads(False)  # else zeros as large as all gradients are made for the backward
 
 
@@ -215,20 +216,21 @@ def _loss_grad(ctx, grad_loss, *_):
     factor = grad_loss * scale
     wanted = _wanted(sums, ctx.linear)
     grads = [
-        None if total is None else _scaled_sum(total, factor, dtype) for total, dtype in zip(wanted, ctx.dtypes, strict=True)
+        None if total is None else _scaled_sum(total, factor, dtype, ctx.owns_sums)
+        for total, dtype in zip(wanted, ctx.dtypes, strict=True)
     ]
     return *grads, *(None for _ in range(ctx.rest))
 
 
-def _scaled_sum(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient made of a saved sum: in its place where nothing will ask for the sum again, as d hidden is large.
+def _scaled_sum(total: Tensor, factor: Tensor, dtype: torch.dtype, owned: bool) -> Tensor:
+    """The gradient made of a saved sum: in its place where nobody will ask for the sum again, as d hidden is large.
 
-    It is asked for again by a second backward (retain_graph=True), and by a graph that is being traced and will run many times.
+    Those who would: a holder of the op's results, a second backward (retain_graph=True), a traced graph, which runs many times.
     """
     keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
-    if total.dtype != dtype or type(total) is not Tensor or keep_graph():
-        return torch.ops.m2po_kernels.scaled(total, factor, dtype)
-    return _scale(total, factor, out=total)
+    if owned and total.dtype == dtype and type(total) is Tensor and not keep_graph():
+        return _scale(total, factor, out=total)
+    return torch.ops.m2po_kernels.scaled(total, factor, dtype)
 
 
 def _wanted(gradients: Sequence[Tensor], linear: LinearArgs) -> list[Tensor | None]:
