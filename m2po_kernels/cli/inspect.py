@@ -18,7 +18,8 @@ from .staleness import CLIP, Staleness, measure
 _COLUMN = "Name of the column that holds the {}."
 
 
-def _number(text: str | float) -> float:
+def number_option(text: str | float) -> float:
+    """The parser of an option that takes any float, inf too."""
     try:
         return float(text)
     except ValueError as error:
@@ -31,7 +32,7 @@ def inspect(
     behavior_log_probs: Annotated[str, typer.Option(help=_COLUMN.format("rollout engine's log-probs"))] = "behavior_log_probs",
     advantages: Annotated[str, typer.Option(help=_COLUMN.format("advantages, per sequence or per token"))] = "advantages",
     mask: Annotated[str, typer.Option(help=_COLUMN.format("mask; parquet and JSON lines may do without"))] = "mask",
-    m2_threshold: Annotated[float, typer.Option(help="The M2 threshold tau.", parser=_number, metavar="NUMBER")] = 0.04,
+    m2_threshold: Annotated[float, typer.Option(help="The M2 threshold tau.", parser=number_option, metavar="NUMBER")] = 0.04,
     plot: Annotated[Path | None, typer.Option(help="Where to write the picture; default: FILE's stem + .png, here.")] = None,
     no_plot: Annotated[bool, typer.Option("--no-plot", help="Write no picture.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables (not finite: null).")] = False,
