@@ -73,7 +73,7 @@ def test_group_advantages_are_those_of_the_bundled_file() -> None:
     tensors, _ = read(BUNDLED)
     ours = task.group_advantages(tensors["rewards"], 8)
     assert torch.equal(ours == 0, tensors["advantages"] == 0)
-    # Two roundings of the mean's sum, one each of difference, square, sum, root, the 1e-6 and the quotient: 8 of 2^-24, both ways.
+    # Two roundings of the mean, one each of difference, square, sum, root, the 1e-6 and the quotient: 8 of 2^-24, both ways.
     torch.testing.assert_close(ours, tensors["advantages"], rtol=16 * 2.0**-24, atol=0)
 
 
@@ -140,7 +140,9 @@ def test_collect_and_inspect(gguf_file, tmp_path, monkeypatch) -> None:
     tensors, metadata = read(tmp_path / "deep" / "mine.safetensors")
     bundled, bundled_metadata = read(BUNDLED)
     # Every column of the bundled file, of its type and shape.
-    assert set(bundled) - {"log_probs_step4", "log_probs_step16"} | {"log_probs_step3", "prompt_ids", "prompt_mask"} == set(tensors)
+    assert set(bundled) - {"log_probs_step4", "log_probs_step16"} | {"log_probs_step3", "prompt_ids", "prompt_mask"} == set(
+        tensors
+    )
     for name in set(bundled) & set(tensors):
         assert tensors[name].dtype == bundled[name].dtype, name
         assert tensors[name].shape == ((96,) if bundled[name].dim() == 1 else (96, 5)), name
