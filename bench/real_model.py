@@ -70,6 +70,15 @@ def measure(
     return rows
 
 
+def make_batches(rollouts: Rollouts, sequences: int, number: int, seed: int) -> list[Rollouts]:
+    """Batches of which half have an advantage, as about half of the recorded sequences do (45.6 % of the bundled tokens do not)."""
+    idle = rollouts.advantages == 0
+    n_idle = sequences // 2 if bool(idle.any()) else 0
+    useful = training_batches(rollouts.advantages, sequences - n_idle, seed)
+    rest = training_batches(idle.float(), n_idle, seed)
+    return [rollouts.rows(torch.cat([next(useful), next(rest)])) for _ in range(number)]
+
+
 def _facts(loaded: LanguageModel, rollouts: Rollouts) -> dict[str, Any]:
     """How large and how stale the batch is under the current weights."""
     sequences = rollouts.sequences
@@ -186,9 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     loaded = load(args.model)
     settings = Settings(prompts=sizes["prompts"], max_new_tokens=sizes["max_new_tokens"])
     whole = roll_out(loaded, settings, lambda label, done: None)
-    # A trainer's batch: all sequences of a group, with and without advantage.
-    order = training_batches(torch.ones(len(whole.advantages)), sizes["sequences"], settings.seed)
-    batches = [whole.rows(next(order)) for _ in range(sizes["updates"])]
+    batches = make_batches(whole, sizes["sequences"], sizes["updates"], settings.seed)
     memory = {} if args.quick else {name: extra_memory(name, args.model, batches[0]) for name in names}
     try:
         rows = measure(loaded, batches, names, sizes["rounds"], memory)

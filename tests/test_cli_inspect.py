@@ -219,7 +219,7 @@ def test_notes_on_what_looks_wrong(change, says, tmp_path) -> None:
     shown = invoke("inspect", path, "--no-plot").stdout
     assert ("note: " in shown) == (says is not None)
     if says is not None:
-        assert report["notes"][0] in shown
+        assert report["notes"][0][:60] in shown  # the console wraps long lines
 
 
 def test_bundled_file_lists_its_columns() -> None:

@@ -209,7 +209,7 @@ def test_models_that_do_not_fit(tmp_path, gguf_file) -> None:
 
     scaled = CohereForCausalLM(
         CohereConfig(
-            vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, logit_scale=0.5
+            vocab_size=25, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, logit_scale=0.5
         )
     )
     folder = tmp_path / "scaled"

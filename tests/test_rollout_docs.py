@@ -95,23 +95,33 @@ def test_collected_and_inspected(tmp_path, monkeypatch) -> None:
 
 
 def test_benchmark_and_report(tmp_path, monkeypatch) -> None:
-    """As in the page, with the tiny model, fewer updates, and rows and page in another place."""
+    """As in the page, with the tiny model, and rows and page in another place; the slow test has the whole benchmark."""
     lines = [line.removeprefix("python -m bench.") for line in commands(MODEL) if line.startswith("python -m bench.")]
     assert lines == ["real_model --quick", "real_model", "real_model_report"]
     tiny, rows, page = (tmp_path / name for name in ("tiny.gguf", "rows.jsonl", "page.md"))
     tiny_gguf.write(tiny)
-    assert real_model.main(["--quick", "--model", str(tiny)]) == 0
-    assert real_model.main(["--model", str(tiny), "--out", str(rows), "--updates", "2"]) == 0
+    assert real_model.main(["--quick", "--model", str(tiny), "--out", str(rows)]) == 0
     found = [json.loads(line) for line in rows.read_text().splitlines()]
     names = {row["backend"] for row in found}
     assert {"plain", "m2po"} <= names
-    assert len(found) == 2 * 2 * len(names)
-    assert all(row["extra_mb"] is not None for row in found if row["update"] == 0)
+    assert len(found) == 2 * len(names)
+    assert all(row["with_advantage"] and 0 < row["gradient_error"] < 1e-4 for row in found)
     page.write_text(MODEL.read_text())
     assert real_model_report.main([str(rows), "--page", str(page)]) == 0
     text = page.read_text()
     assert "| `linear_m2po_loss` |" in text
     assert "Not measured yet" not in text
+
+
+@pytest.mark.slow
+def test_whole_benchmark(tmp_path) -> None:
+    """Several updates, and the memory of each way in a process of its own."""
+    tiny, rows = tiny_gguf.write(tmp_path / "tiny.gguf"), tmp_path / "rows.jsonl"
+    assert real_model.main(["--model", str(tiny), "--out", str(rows), "--updates", "2"]) == 0
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert {row["update"] for row in found} == {0, 1}
+    assert all(row["extra_mb"] >= 0 for row in found if row["update"] == 0)
+    assert real_model_report.block(found).count("`linear_m2po_loss`") == 2
 
 
 def test_a_wrong_gradient_gives_no_rows(tmp_path, monkeypatch) -> None:

@@ -74,7 +74,7 @@ def load(path: Path | None, device: str = "cpu") -> LanguageModel:
         with contextlib.redirect_stderr(io.StringIO()):
             tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
             model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # tokenizers raises bare ones
         raise CliError(f"--model: {file} cannot be loaded: {one_line(error)}") from error
     loaded = LanguageModel(model.to(device).eval(), tokenizer, SMOLLM2 if path is None else file.name)
     _check(loaded, file)
