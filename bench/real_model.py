@@ -1,9 +1,9 @@
 """A few updates of SmolLM2-135M: gradients from hidden states, from TRL's log-probs and from plain ones; equality, time, memory.
 
-`python -m bench.real_model` (15 minutes on 2 quiet cores, by estimate; `--quick` for a small one whose rows go nowhere unless --out is
-given). Rollouts are sampled first. Before each update every contender makes the step on the same weights and is held against
-fp64; then all are timed by turns; then one AdamW step is taken with the package's gradients, so that batches get staler. Rows go
-to bench/results/<machine>-real-model.jsonl; `python -m bench.real_model_report` puts them into docs/real-model.md.
+`python -m bench.real_model` takes 15 minutes on 2 quiet cores, by estimate (`--quick`: a small one, whose rows go nowhere unless
+--out is given). Rollouts are sampled first. Before each update every contender makes the step on the same weights and is held
+against fp64; then all are timed by turns; then one AdamW step is taken with the package's gradients, so that batches get staler.
+Rows go to bench/results/<machine>-real-model.jsonl; `python -m bench.real_model_report` puts them into docs/real-model.md.
 """
 
 from __future__ import annotations
