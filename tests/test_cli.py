@@ -17,7 +17,7 @@ def test_version_and_help() -> None:
     for args in ((), ("--help",)):
         result = invoke(*args)
         assert result.exit_code == 0
-        assert all(name in result.stdout for name in ("doctor", "check", "inspect", "demo", "bench"))
+        assert all(name in result.stdout for name in ("doctor", "check", "inspect", "demo", "collect", "bench"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cli_helpers import PNG, fails, invoke
 
-from m2po_kernels.cli.rollouts import BUNDLED, Columns, read_rollouts
+from m2po_kernels.cli.rollouts import BUNDLED, Columns, bundled, read_rollouts
 
 ROWS = [
     {"log_probs": [-1.0, -2.0, -0.5], "behavior_log_probs": [-1.5, -2.0, -0.25], "advantages": 1.0, "mask": [1, 1, 0]},
@@ -191,6 +191,35 @@ def test_bad_safetensors_are_one_line(change, says, tmp_path) -> None:
     }
     tensors = {key: value for key, value in {**good, **change}.items() if value is not None}
     assert says in fails("inspect", _safetensors(tmp_path / "r.safetensors", **tensors))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, None),
+        ({"mask": lambda t: t["mask"] * 0}, "no token is valid: 'mask' is 0 everywhere"),
+        ({"log_probs": lambda t: t["log_probs"].exp()}, "'log_probs' is above 0 at"),
+        (
+            {"behavior_log_probs": lambda t: t["log_probs"] * 0},
+            "'behavior_log_probs' is 0 at every valid token: was it recorded?",
+        ),
+        ({"behavior_log_probs": lambda t: t["log_probs"]}, "are equal at every valid token"),
+        ({"behavior_log_probs": lambda t: t["behavior_log_probs"].roll(1, -1)}, "'behavior_log_probs' far better one token away"),
+        ({"log_probs": lambda t: t["log_probs"].roll(1, -1)}, "far better one token away"),
+        ({"advantages": lambda t: t["advantages"] * 0}, "'advantages' is 0 at every valid token"),
+    ],
+)
+def test_notes_on_what_looks_wrong(change, says, tmp_path) -> None:
+    good = bundled("log_probs_step1")._asdict()
+    path = _safetensors(
+        tmp_path / "r.safetensors", **{name: change.get(name, lambda t, name=name: t[name])(good).clone() for name in good}
+    )
+    report = json.loads(invoke("inspect", path, "--no-plot", "--json").stdout)
+    assert [says in note for note in report["notes"]] == ([] if says is None else [True])
+    shown = invoke("inspect", path, "--no-plot").stdout
+    assert ("note: " in shown) == (says is not None)
+    if says is not None:
+        assert report["notes"][0][:60] in shown  # the console wraps long lines
 
 
 def test_bundled_file_lists_its_columns() -> None:

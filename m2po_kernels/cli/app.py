@@ -14,6 +14,7 @@ from .. import __version__
 from ..errors import M2POError
 from .bench import bench
 from .check import check
+from .collect import collect
 from .demo import demo
 from .doctor import doctor
 from .inspect import inspect
@@ -75,5 +76,5 @@ def _root(
         print(ctx.get_help())
 
 
-for _command in (doctor, check, inspect, demo, bench):
+for _command in (doctor, check, inspect, demo, collect, bench):
     app.command()(_command)

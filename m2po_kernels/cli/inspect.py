@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..rule import Rule
+from .advice import notes
 from .plots import save_plot
 from .rollouts import Columns, read_rollouts
 from .shared import CliError, number, print_json, progress_bar, share, stdout_console
@@ -18,7 +19,8 @@ from .staleness import CLIP, Staleness, measure
 _COLUMN = "Name of the column that holds the {}."
 
 
-def _number(text: str | float) -> float:
+def number_option(text: str | float) -> float:
+    """The parser of an option that takes any float, inf too."""
     try:
         return float(text)
     except ValueError as error:
@@ -31,12 +33,15 @@ def inspect(
     behavior_log_probs: Annotated[str, typer.Option(help=_COLUMN.format("rollout engine's log-probs"))] = "behavior_log_probs",
     advantages: Annotated[str, typer.Option(help=_COLUMN.format("advantages, per sequence or per token"))] = "advantages",
     mask: Annotated[str, typer.Option(help=_COLUMN.format("mask; parquet and JSON lines may do without"))] = "mask",
-    m2_threshold: Annotated[float, typer.Option(help="The M2 threshold tau.", parser=_number, metavar="NUMBER")] = 0.04,
+    m2_threshold: Annotated[float, typer.Option(help="The M2 threshold tau.", parser=number_option, metavar="NUMBER")] = 0.04,
     plot: Annotated[Path | None, typer.Option(help="Where to write the picture; default: FILE's stem + .png, here.")] = None,
     no_plot: Annotated[bool, typer.Option("--no-plot", help="Write no picture.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables (not finite: null).")] = False,
 ) -> None:
-    """Say how stale rollouts are: M2, what M2PO would drop at which threshold, what PPO's clip would have clipped."""
+    """Say how stale rollouts are: M2, what M2PO would drop at which threshold, what PPO's clip would have clipped.
+
+    docs/rollout-files.md describes the files.
+    """
     if plot is not None and no_plot:
         raise CliError("--plot and --no-plot exclude each other")
     Rule(m2_threshold=m2_threshold)  # a bad threshold is an error before the file is read
@@ -46,15 +51,18 @@ def inspect(
         rollouts = read_rollouts(file, columns, lambda done: progress.update(task, completed=done))
         progress.update(task, description="measuring", total=None)
         staleness = measure(rollouts, m2_threshold)
+        odd = notes(rollouts, columns)
         picture = None
         if not no_plot:
             picture = Path(f"{file.stem}.png") if plot is None else plot
             progress.update(task, description="drawing")
             save_plot(staleness, f"{file.name}: {log_probs}", picture)
     if as_json:
-        print_json({"file": str(file), **as_data(staleness), "plot": None if picture is None else str(picture)})
+        print_json({"file": str(file), **as_data(staleness), "notes": odd, "plot": None if picture is None else str(picture)})
         return
     print_staleness(staleness, f"{file.name}: {log_probs} against {behavior_log_probs}")
+    for note in odd:
+        stdout_console().print(f"note: {note}", markup=False)
     if picture is not None:
         stdout_console().print(f"picture: {picture}", markup=False)
 
