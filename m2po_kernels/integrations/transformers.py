@@ -163,13 +163,14 @@ def _check(model: PreTrainedModel, own_forward: Callable[..., Any], temperature:
     if weight.is_meta or embeddings.is_meta or 0 in (weight.numel(), embeddings.numel()):
         return  # not loaded yet, or partitioned by ZeRO-3
     ids = torch.arange(8, device=embeddings.device).remainder(weight.shape[0])[None]
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         logits = own_forward(input_ids=ids, use_cache=False).logits.to(weight.device, torch.float32)
         got = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
     finally:
-        model.train(training)
+        for module, mode in modes:
+            module.training = mode
     scaled = logits[:, :-1] / temperature
     want = scaled.log_softmax(-1).gather(-1, ids[:, 1:, None].to(weight.device))[..., 0]
     # The model rounds its logits to its dtype: the product, the scale and three steps of the softcap, for the token and for

@@ -56,6 +56,8 @@ class M2POConfig(GRPOConfig):
             if getattr(self, name) != value:
                 raise InvalidArgument(f"{name} must be {value!r}: {why}; got {getattr(self, name)!r}")
         M2Accumulator(m2_threshold=self.m2_threshold)  # checks it
+        if self.delta is not None and not self.delta > 1:
+            raise InvalidArgument(f"delta must be > 1, as it caps the ratio, or None; got {self.delta!r}")
         uses = self.steps_per_generation * self.num_iterations
         if uses % self.gradient_accumulation_steps:
             raise InvalidArgument(
@@ -122,9 +124,9 @@ class M2POTrainer(GRPOTrainer):
             mask = inputs["completion_mask"] * inputs.get("tool_mask", 1) != 0
             batches.append(MicroBatch(log_probs, inputs.get("sampling_per_token_logps"), inputs["advantages"], mask))
             if entropy is not None:
-                sums[:2] += torch.stack([entropy[mask].sum(), mask.sum()])
+                sums[:2] += torch.stack([(entropy * mask).sum(), mask.sum()])
             if self.beta != 0.0:
-                q = (inputs["ref_per_token_logps"] - log_probs)[mask]
+                q = torch.where(mask, inputs["ref_per_token_logps"] - log_probs, 0)
                 sums[2:] += torch.stack([(q.expm1() - q).sum(), mask.sum()])
         try:
             window = select_window(batches, m2_threshold=self.args.m2_threshold, group=self._group)
@@ -160,7 +162,7 @@ class M2POTrainer(GRPOTrainer):
         }
         if self.args.linear_log_probs:
             head = partial(linear_m2po_loss, **terms, logits_to_keep=inputs["completion_ids"].shape[1])
-            given = _model_inputs(inputs) | {"output_router_logits": True} if self.aux_loss_enabled else _model_inputs(inputs)
+            given = _model_inputs(inputs) | ({"output_router_logits": True} if self.aux_loss_enabled else {})
             with self.accelerator.autocast():
                 out = model(**given, labels=given["input_ids"], fused_lm_head=True, head=head)
             loss, aux_loss = out.loss, out.aux_loss

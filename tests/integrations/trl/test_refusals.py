@@ -34,6 +34,7 @@ from m2po_kernels.integrations.trl import M2POConfig, M2POTrainer, check_logprob
         ({"entropy_coef": 0.01}, r"entropy_coef must be 0\.0"),
         ({"use_adaptive_entropy": True}, "use_adaptive_entropy must be False"),
         ({"use_bias_correction_kl": True}, "use_bias_correction_kl must be False"),
+        ({"delta": 1.0}, r"delta must be > 1, .*got 1\.0"),
         ({"m2_threshold": -1.0}, "m2_threshold must be >= 0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

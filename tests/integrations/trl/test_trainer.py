@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from tiny import Recorded, config, gradient
-from whole import whole_batch_gradient
+from whole import whole_batch
 
 # Training is in fp32, the reference in fp64. A gradient goes through some 20 products and normalisations, each sum of at most
 # 98 terms: about sqrt(20) roundings of 6e-8 relative where they are independent. 2e-7 to 4e-7 is what comes out.
@@ -32,17 +32,20 @@ class Check:
     def __init__(self, **reference: Any):
         self.reference = reference
         self.errors: list[float] = []
+        self.losses: list[float] = []
         self.apart: list[float] = []
         self.dropped = 0
 
     def __call__(self, trainer: Recorded, seen: list[dict[str, Any]]) -> None:
         assert len(seen) == trainer.args.gradient_accumulation_steps
         policy = trainer.model
-        want, dropped = whole_batch_gradient(policy, seen, **self.reference)
-        other, _ = whole_batch_gradient(policy, seen, **self.reference, per_micro_batch=True)
-        self.errors.append(float((gradient(policy) - want).norm() / want.norm()))
-        self.apart.append(float((other - want).norm() / want.norm()))
-        self.dropped += dropped
+        want = whole_batch(policy, seen, **self.reference)
+        other = whole_batch(policy, seen, **self.reference, per_micro_batch=True).gradient
+        norm = want.gradient.norm()
+        self.errors.append(float((gradient(policy) - want.gradient).norm() / norm))
+        self.apart.append(float((other - want.gradient).norm() / norm))
+        self.losses.append(want.loss)
+        self.dropped += want.dropped
 
     def holds(self, steps: int = 3) -> None:
         assert len(self.errors) == steps
@@ -104,20 +107,18 @@ def test_metrics_are_in_the_log(out):
         assert 0 < logged["entropy"] < math.log(98)
 
 
-def test_loss_in_the_log_is_that_of_the_whole_batch(out):
-    """TRL's epsilon so wide that it clips nothing, and a threshold so wide that nothing is dropped: M2PO is GRPO without a clip."""
-    trainer = Recorded(config(out, steps=1, m2_threshold=float("inf")))
-    losses = []
+def test_loss_in_the_log_is_that_of_the_whole_optimizer_batch(out):
+    check = Check()
+    trainer = Recorded(config(out), check)
+    trainer.train()
+    assert [row["loss"] for row in trainer.state.log_history[:3]] == pytest.approx(check.losses, abs=1e-4)
 
-    def check(trainer: Recorded, seen: list[dict[str, Any]]) -> None:
-        for inputs in seen:
-            counts = inputs["completion_mask"] == 1
-            losses.append((inputs["advantages"][:, None].expand_as(counts)[counts], counts.sum()))
 
-    trainer.add_callback(tiny._BeforeStep(trainer, check))
+def test_an_infinite_threshold_drops_nothing(out):
+    trainer = Recorded(config(out, steps=1, m2_threshold=math.inf))
     trainer.train()
     assert trainer.state.log_history[0]["m2/masked_fraction"] == 0
-    assert trainer.state.log_history[0]["m2/cut"] == float("inf")
+    assert trainer.state.log_history[0]["m2/cut"] == math.inf
 
 
 @pytest.mark.parametrize("layout", [(4, 2, 2, 1), (2, 2, 4, 1)], ids=str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,18 +10,23 @@ from torch import Tensor
 from tiny import TAU, gradient
 
 
-def whole_batch_gradient(
+class Whole(NamedTuple):
+    """gradient: in every parameter, flat. dropped: how many tokens were."""
+
+    loss: float
+    gradient: Tensor
+    dropped: int
+
+
+def whole_batch(
     policy: torch.nn.Module,
     micro_batches: list[dict[str, Any]],
     *,
     temperature: float = 1.0,
     beta: float = 0.0,
     per_micro_batch: bool = False,
-) -> tuple[Tensor, int]:
-    """The gradient in every parameter, and how many tokens were dropped.
-
-    per_micro_batch: select over each micro-batch alone, which is another algorithm.
-    """
+) -> Whole:
+    """per_micro_batch: select over each micro-batch alone, which is another algorithm."""
     exact = type(policy)(policy.config)
     exact.load_state_dict(policy.state_dict())
     exact.double()
@@ -30,8 +35,9 @@ def whole_batch_gradient(
     kept = [_algorithm1(torch.cat([d for d, *_ in group]), torch.cat([a for _, a, _ in group])) for group in selected_together]
     d, advantages, kl = (torch.cat(column) for column in zip(*tokens, strict=True))
     keep = torch.cat(kept)
-    (-(keep * d.exp() * advantages).sum() / len(d) + beta * kl.sum() / len(d)).backward()
-    return gradient(exact), int((~keep).sum())
+    loss = (beta * kl - keep * d.exp() * advantages).sum() / len(d)
+    loss.backward()
+    return Whole(float(loss), gradient(exact), int((~keep).sum()))
 
 
 def _tokens(exact: torch.nn.Module, inputs: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
