@@ -1,4 +1,4 @@
-"""What bench.trl_step trains on: random completions, behaviour log-probs near the current ones, rewards with and without advantage."""
+"""What bench.trl_step trains on: random completions, behaviour log-probs near the current ones, rewards tied in some groups."""
 
 from __future__ import annotations
 

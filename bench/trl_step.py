@@ -1,8 +1,9 @@
 """A whole optimizer step of TRL with M2PO: log-probs and loss from hidden states by this package, against TRL's own head.
 
-`build/integrations/trl/bin/python -m bench.trl_step` after `make test-trl` (about 40 minutes on 2 quiet cores; `--quick` for a tiny
-model). Each run of a contender is a process of its own: weights and rollouts from fixed seeds, one step that is not timed, then timed
-ones. The contenders take turns, and no row is written unless their gradients agree. Rows: bench/results/<machine>-trl-step.jsonl.
+`build/integrations/trl/bin/python -m bench.trl_step` after `make test-trl` (about 40 minutes on 2 quiet cores; `--quick`: a tiny
+model). Each run of a contender is a process of its own: weights and rollouts from fixed seeds, one step that is not timed, then
+timed ones. The contenders take turns, and no row is written unless their gradients agree. Rows go to
+bench/results/<machine>-trl-step.jsonl.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """M2PO in TRL on stale rollouts, end to end on a CPU: a tiny model learns to write digits. See README.md.
 
-The rollouts come from a copy of the model whose weights are some optimizer steps old, as an asynchronous engine's are. With a real
-model, vLLM takes the place of `StaleEngine`: use_vllm=True, and no rollout_func.
+The rollouts come from a copy of the model whose weights are some optimizer steps old, as an asynchronous engine's are. With a
+real model vLLM takes the place of `StaleEngine`: use_vllm=True, and no rollout_func.
 """
 
 from __future__ import annotations

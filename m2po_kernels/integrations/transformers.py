@@ -53,17 +53,15 @@ def linear_head(
             causal_lm.forward = before
 
 
-def add_linear_head(
-    model: PreTrainedModel, *, temperature: float = 1.0, entropy: bool = False, fp32: bool = False
-) -> None:
+def add_linear_head(model: PreTrainedModel, *, temperature: float = 1.0, entropy: bool = False, fp32: bool = False) -> None:
     """Makes `model(..., labels=ids, fused_lm_head=True)` return a `LinearHeadOutput`; other calls are as before.
 
     model: a causal LM with an nn.Linear as its head, or a PEFT model of one; before it is wrapped by DDP or FSDP.
     temperature: of the log-probs. entropy: whether to return it. fp32: multiply by the head in fp32, outside autocast.
 
     labels are token ids, [B, L], -100 where nothing is wanted: such a row is not multiplied. Pre-shifted ones go as shift_labels=.
-    head=f: a function of (hidden, weight, token_ids, **options) that takes the place of `linear_log_probs`, as `linear_m2po_loss`
-    with the rest of its arguments bound by functools.partial. Tensors must be bound, not passed on: FSDP casts those it sees.
+    head=f: a function of (hidden, weight, token_ids, **options) in the place of `linear_log_probs`: `linear_m2po_loss` with
+    the rest of its arguments bound by functools.partial. Tensors must be bound, not passed: FSDP casts those it sees.
 
     Raises InvalidArgument where the model's own logits are not what the head and its config say.
     """
@@ -135,14 +133,14 @@ def _head_of(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def _of_config(model: PreTrainedModel) -> dict[str, float | None]:
+def _of_config(model: PreTrainedModel) -> dict[str, Any]:
     """What the model does to its logits after the head, by the names that transformers' configs have for it."""
     config = model.config.get_text_config()
 
     def first(*names: str) -> float | None:
         return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
-    scale = first("logit_scale", "output_multiplier", "lm_head_multiplier")  # Cohere, MPT; Muse Glimmer; Falcon-H1
+    scale = first("logit_scale", "output_multiplier", "lm_head_multiplier")  # Cohere; Muse Glimmer; Falcon-H1
     if scale is None and (scaling := first("logits_scaling")) is not None:  # Granite, MiniCPM3 divide; HyperCLOVA X multiplies
         scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
     return {"logit_scale": 1.0 if scale is None else scale, "logit_softcap": first("final_logit_softcapping")}
@@ -158,7 +156,7 @@ def _aux_loss(model: PreTrainedModel, states: ModelOutput, kwargs: dict[str, Any
 @torch.no_grad()
 def _check(model: PreTrainedModel, own_forward: Callable[..., Any], temperature: float) -> None:
     """Raises where log-probs by the head differ from those of the model's own logits, on eight tokens. Skipped for shards."""
-    weight, bias = _head_of(model)
+    weight, _ = _head_of(model)
     embeddings = model.get_input_embeddings().weight
     if weight.is_meta or embeddings.is_meta or 0 in (weight.numel(), embeddings.numel()):
         return  # not loaded yet, or partitioned by ZeRO-3
@@ -179,6 +177,6 @@ def _check(model: PreTrainedModel, own_forward: Callable[..., Any], temperature:
     if not (got - want).abs().max() <= bound.clamp(min=1e-6):
         raise InvalidArgument(
             f"{type(model).__name__}: log-probs from hidden states differ from those of its logits by up to "
-            f"{float((got - want).abs().max()):.3g}; expected a head that multiplies once, then scales and softcaps as its config "
-            "says (use the model's own head instead)"
+            f"{float((got - want).abs().max()):.3g}; expected a head that multiplies once, then scales and softcaps as its "
+            "config says (use the model's own head instead)"
         )

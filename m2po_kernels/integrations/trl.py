@@ -147,8 +147,8 @@ class M2POTrainer(GRPOTrainer):
         ends, n = self.accelerator.sync_gradients, self.current_gradient_accumulation_steps
         if self.model.training and ends != (self._step == self._steps[-1]):
             raise InvalidArgument(
-                f"the optimizer step {'ends' if ends else 'goes on'} after micro-batch {self._steps.index(self._step) + 1} of the "
-                f"{len(self._steps)} that were selected together; expected gradient_accumulation_steps to be as at the start"
+                f"the optimizer step {'ends' if ends else 'goes on'} after micro-batch {self._steps.index(self._step) + 1} of "
+                f"the {len(self._steps)} that were selected together; expected gradient_accumulation_steps to be as at the start"
             )
         terms = {
             "behavior_log_probs": share.behavior_log_probs,

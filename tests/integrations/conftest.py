@@ -12,6 +12,9 @@ from m2po_kernels import dispatch
 TREE = Path(__file__).parents[2]
 
 
+torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
+
+
 def pytest_sessionstart() -> None:
     assert Path(m2po_kernels.__file__).parent != TREE / "m2po_kernels", "run tests/integrations/run.sh, not python -m pytest"
 

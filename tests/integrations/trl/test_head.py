@@ -20,7 +20,8 @@ TEMPERATURE = 0.7
 VOCAB = 61
 SMALL = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
 }  # fmt: skip
 FAMILIES = {
     "llama": {},
@@ -32,17 +33,18 @@ FAMILIES = {
     "phi": {},  # a bias at the head
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "gpt_neox": {},
-    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "logit_scale": 0.5},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
 
 
-def make(family: str) -> nn.Module:
+def make(family: str, **options: float) -> nn.Module:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SMALL | FAMILIES[family])
-    return AutoModelForCausalLM.from_config(config).double()
+    config = AutoConfig.for_model(family, **SMALL | FAMILIES[family] | options)
+    # Without dropout, and experts that take fp64.
+    return AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
 
 
 def batch(ignored: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,6 +189,12 @@ def test_a_model_that_does_more_to_its_logits_is_refused():
     with pytest.raises(InvalidArgument, match="Doubled: log-probs from hidden states differ from those of its logits"):
         add_linear_head(model)
     assert type(model(input_ids=batch()[0])).__name__ == "CausalLMOutputWithPast"
+
+
+def test_a_config_that_the_model_does_not_follow_is_refused():
+    """MPT's config has a logit_scale that transformers 5.24.0 does not apply."""
+    with pytest.raises(InvalidArgument, match="MptForCausalLM: log-probs from hidden states differ"):
+        add_linear_head(make("mpt", logit_scale=0.5))
 
 
 def test_tiny_model_is_what_the_trainer_tests_use():

@@ -54,7 +54,7 @@ def test_such_a_window_is_refused_in_the_run_too(out):
     """Where the options fit and the trainer is still between generations, as after an odd number of steps."""
     trainer = Recorded(config(out, (2, 2, 4, 1)))
     trainer._step = 3
-    with pytest.raises(InvalidArgument, match="2 micro-batches from 3 of .* need a generation that is still to come"):
+    with pytest.raises(InvalidArgument, match=r"2 micro-batches from 3 of .* need a generation that is still to come"):
         trainer.train()
 
 
@@ -64,7 +64,9 @@ def test_accumulation_that_changes_amid_a_step_is_refused(out):
             self.current_gradient_accumulation_steps = 1
             return super()._prepare_inputs(generation_batch)
 
-    with pytest.raises(InvalidArgument, match="the optimizer step goes on after micro-batch 1 of the 1 that were selected together"):
+    with pytest.raises(
+        InvalidArgument, match="the optimizer step goes on after micro-batch 1 of the 1 that were selected together"
+    ):
         Changed(config(out)).train()
 
 
@@ -73,7 +75,7 @@ def test_tensor_parallel_ranks_are_refused(out):
         def __post_init__(self) -> None:
             """Without the check against the number of processes."""
 
-    with pytest.raises(InvalidArgument, match="parallelism_config must have tp_size=1: .*got 2"):
+    with pytest.raises(InvalidArgument, match=r"parallelism_config must have tp_size=1: .*got 2"):
         config(out, parallelism_config=Tensors(tp_size=2))
 
 

@@ -74,7 +74,9 @@ def test_kl_to_the_reference_model(linear, out, tmp_path):
     folder = str(tmp_path / "model")
     tiny.model().save_pretrained(folder)
     check = Check(beta=0.3)
-    trainer = Recorded(config(out, beta=0.3, linear_log_probs=linear, model_init_kwargs={"dtype": "float32"}), check, policy=folder)
+    trainer = Recorded(
+        config(out, beta=0.3, linear_log_probs=linear, model_init_kwargs={"dtype": "float32"}), check, policy=folder
+    )
     trainer.train()
     check.holds()
     assert trainer.state.log_history[1]["kl"] > trainer.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-9)

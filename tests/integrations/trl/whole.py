@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-
 from tiny import TAU, gradient
+from torch import Tensor
 
 
 class Whole(NamedTuple):
@@ -59,8 +58,7 @@ def _tokens(exact: torch.nn.Module, inputs: dict[str, Any], temperature: float) 
 def _algorithm1(d: Tensor, advantages: Tensor) -> Tensor:
     """M: while the mean of d^2 over the trust region exceeds tau, its largest goes."""
     keep = torch.ones_like(d, dtype=torch.bool)
-    region = {i for i in range(len(d)) if float(d[i]) * float(advantages[i]) > 0}
-    v = {i: float(d[i]) ** 2 for i in region}
+    v = {i: x * x for i, (x, a) in enumerate(zip(d.tolist(), advantages.tolist(), strict=True)) if x * a > 0}
     while v and sum(v.values()) / len(v) > TAU:
         largest = max(v, key=lambda i: v[i])
         keep[largest] = False
