@@ -59,7 +59,7 @@ def add_linear_head(model: PreTrainedModel, *, temperature: float = 1.0, entropy
     model: a causal LM with an nn.Linear as its head, or a PEFT model of one; before it is wrapped by DDP or FSDP.
     temperature: of the log-probs. entropy: whether to return it. fp32: multiply by the head in fp32, outside autocast.
 
-    labels are token ids, [B, L], -100 where nothing is wanted: such a row is not multiplied. Pre-shifted ones go as shift_labels=.
+    labels are token ids, [B, L], -100 where nothing is wanted: such a row is not multiplied. Shifted ones go as shift_labels=.
     head=f: a function of (hidden, weight, token_ids, **options) in the place of `linear_log_probs`: `linear_m2po_loss` with
     the rest of its arguments bound by functools.partial. Tensors must be bound, not passed: FSDP casts those it sees.
 

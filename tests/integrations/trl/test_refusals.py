@@ -74,6 +74,7 @@ def test_tensor_parallel_ranks_are_refused(out):
     class Tensors(ParallelismConfig):
         def __post_init__(self) -> None:
             """Without the check against the number of processes."""
+            self.cp_size = self.sp_size = 1
 
     with pytest.raises(InvalidArgument, match=r"parallelism_config must have tp_size=1: .*got 2"):
         config(out, parallelism_config=Tensors(tp_size=2))

@@ -36,7 +36,7 @@ def whole_batch(
     keep = torch.cat(kept)
     loss = (beta * kl - keep * d.exp() * advantages).sum() / len(d)
     loss.backward()
-    return Whole(float(loss), gradient(exact), int((~keep).sum()))
+    return Whole(float(loss.detach()), gradient(exact), int((~keep).sum()))
 
 
 def _tokens(exact: torch.nn.Module, inputs: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
