@@ -81,7 +81,7 @@ def child(name: str, case: Case, share: float, steps: int, gradients: Path) -> d
     class Watch(TrainerCallback):
         before = 0.0
 
-        def on_step_begin(self, *_: Any, state: Any, **__: Any) -> None:
+        def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
             if state.global_step == steps + 1:
                 self.before = reset_peak()
             self.start = time.perf_counter()

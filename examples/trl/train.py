@@ -7,7 +7,6 @@ real model vLLM takes the place of `StaleEngine`: use_vllm=True, and no rollout_
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 from typing import Any
 
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from m2po_kernels.integrations.trl import M2POConfig, M2POTrainer
 
-LENGTH = 16
+LENGTH = 12
 SHOWN = ("reward", "loss", "m2/before", "m2/after", "m2/masked_fraction", "m2/approx_kl", "entropy")
 
 
@@ -35,7 +34,11 @@ class StaleEngine:
     def __call__(self, prompts: list[str], trainer: M2POTrainer) -> dict[str, Any]:
         step = trainer.state.global_step
         if self.policy is None or step - self.taken_at >= self.refresh:
-            self.policy, self.taken_at = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model)).eval(), step
+            trained = trainer.accelerator.unwrap_model(trainer.model)
+            # Not a deep copy: TRL gave the trained model a forward that would come along, bound to its weights.
+            self.policy = type(trained)(trained.config).eval()
+            self.policy.load_state_dict(trained.state_dict())
+            self.taken_at = step
         given = trainer.processing_class(prompts, return_tensors="pt", padding=True)
         out = self.policy.generate(
             **given,
@@ -90,13 +93,14 @@ def digits(completions: list[str], **_: Any) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--refresh", type=int, default=4, help="how many optimizer steps old the engine's weights may be")
     parser.add_argument("--m2-threshold", type=float, default=0.04)
     parser.add_argument("--out", default="out/trl")
     options = parser.parse_args()
 
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # the model is tiny: threads would only wait for each other
     model, tokenizer = tiny_model()
     args = M2POConfig(
         output_dir=options.out,

@@ -48,9 +48,7 @@ def linear_head(
     try:
         yield model
     finally:
-        del causal_lm.forward
-        if before is not None:
-            causal_lm.forward = before
+        _restore(causal_lm, before)
 
 
 def add_linear_head(model: PreTrainedModel, *, temperature: float = 1.0, entropy: bool = False, fp32: bool = False) -> None:
@@ -67,7 +65,7 @@ def add_linear_head(model: PreTrainedModel, *, temperature: float = 1.0, entropy
     """
     check_version("transformers")
     causal_lm = _causal_lm(model)
-    otherwise = causal_lm.forward
+    before, own_forward = causal_lm.__dict__.get("forward"), causal_lm.forward
     options = {"temperature": temperature, **_of_config(causal_lm)}
 
     @wraps(type(causal_lm).forward)  # generate() reads the signature
@@ -82,7 +80,9 @@ def add_linear_head(model: PreTrainedModel, *, temperature: float = 1.0, entropy
     ) -> Any:
         if not fused_lm_head:
             given = {"labels": labels, "shift_labels": shift_labels}
-            return otherwise(*args, **kwargs, **{name: ids for name, ids in given.items() if ids is not None})
+            kwargs |= {name: ids for name, ids in given.items() if ids is not None}
+            # Of the class where it can be: a method bound here would be of this model in a deep copy of it too.
+            return type(self).forward(self, *args, **kwargs) if before is None else before(*args, **kwargs)
         ids = labels if shift_labels is None else shift_labels
         if ids is None:
             raise InvalidArgument("fused_lm_head=True needs labels= or shift_labels=; got neither")
@@ -104,10 +104,16 @@ def add_linear_head(model: PreTrainedModel, *, temperature: float = 1.0, entropy
 
     causal_lm.forward = MethodType(forward, causal_lm)
     try:
-        _check(causal_lm, otherwise, temperature)
+        _check(causal_lm, own_forward, temperature)
     except InvalidArgument:
-        causal_lm.forward = otherwise
+        _restore(causal_lm, before)
         raise
+
+
+def _restore(causal_lm: PreTrainedModel, before: Callable[..., Any] | None) -> None:
+    del causal_lm.forward
+    if before is not None:
+        causal_lm.forward = before
 
 
 def _log_probs(*args: Any, return_entropy: bool, **kwargs: Any) -> LinearHeadOutput:
