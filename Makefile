@@ -46,7 +46,7 @@ no-ctest:
 INTEGRATIONS := $(notdir $(patsubst %/requirements.txt,%,$(wildcard tests/integrations/*/requirements.txt)))
 test-integrations: $(addprefix test-,$(INTEGRATIONS))
 
-test-%: tests/integrations/%/requirements.txt
+test-%: tests/integrations/%/requirements.txt $(VENV)/.built-$(TEST_BUILD)
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" tests/integrations/run.sh $*
 
 bench: $(VENV)/.extra-bench $(VENV)/.built-$(TEST_BUILD)

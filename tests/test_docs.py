@@ -11,10 +11,15 @@ import torch
 
 import m2po_kernels
 from m2po_kernels import m2po_loss, select
+from m2po_kernels.integrations import common
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = ("bench", "csrc", "docs", "m2po_kernels", "tests", ".ci", ".github")
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(page for folder in ("docs", "examples") for page in (ROOT / folder).rglob("*.md")),
+]
+FOLDERS = ("bench", "csrc", "docs", "examples", "m2po_kernels", "tests", ".ci", ".github")
 SUFFIXES = r"(?:py|md|h|cpp|cuh|cu|txt|toml|yaml|yml|json|csv|png|svg|safetensors)"
 # Made by a build or a run, so not in a fresh clone.
 MADE = ("m2po_kernels/_build.json", "rollouts.png", "rollouts.safetensors")
@@ -32,7 +37,7 @@ def named_paths(text: str) -> set[str]:
     return found - set(MADE)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
 def test_named_paths_exist(document):
     names = named_paths(document.read_text())
     files = {p.name for folder in FOLDERS for p in (ROOT / folder).rglob("*")}
@@ -46,6 +51,14 @@ def test_named_paths_exist(document):
 
 def test_documents_are_there():
     assert {"README.md", "CONTRIBUTING.md", "architecture.md", "semantics.md"} <= {d.name for d in DOCUMENTS if d.exists()}
+
+
+def test_versions_of_trainers_are_those_tested():
+    """The table of docs/integrations/README.md holds what the adapters compare with, and each page beside it is linked there."""
+    page = ROOT / "docs" / "integrations" / "README.md"
+    rows = re.findall(r"^\| .*?`([\w-]+)` ([\w.]+) \|", page.read_text(), re.MULTILINE)
+    assert dict(rows) == common.TESTED
+    assert {p.name for p in page.parent.glob("*.md")} - {page.name} <= named_paths(page.read_text())
 
 
 def test_paths_are_recognised():

@@ -16,6 +16,7 @@ from m2po_kernels import M2Accumulator, Part, Selection
 # By distribution. Hooks were read in these releases, and tests/integrations runs against them.
 TESTED = {
     "trl": "1.16.0",
+    "transformers": "5.24.0",
     "verl": "0.9.1",
     "ms-swift": "4.6.0",
     "openrlhf": "0.11.2",

@@ -1,0 +1,155 @@
+"""M2POTrainer in real optimizer steps of TRL: its gradient is that of the whole optimizer batch."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tiny import Recorded, config, gradient
+from whole import whole_batch
+
+# Training is in fp32, the reference in fp64. A gradient goes through some 20 products and normalisations, each sum of at most
+# 98 terms: about sqrt(20) roundings of 6e-8 relative where they are independent. 2e-7 to 4e-7 is what comes out.
+TOLERANCE = 1e-6
+
+LAYOUTS = [
+    (8, 1, 1, 1),  # one micro-batch
+    (4, 2, 2, 1),  # TRL's default: an optimizer step for each generation
+    (2, 4, 4, 1),
+    (4, 2, 4, 1),  # two steps for each generation: the first has TRL's log-probs from generation
+    (2, 2, 4, 2),  # and each generation used twice
+    (2, 4, 2, 2),  # each micro-batch twice in one step
+]
+
+
+class Check:
+    """What the callback calls before each optimizer step."""
+
+    def __init__(self, **reference: Any):
+        self.reference = reference
+        self.errors: list[float] = []
+        self.losses: list[float] = []
+        self.apart: list[float] = []
+        self.dropped = 0
+
+    def __call__(self, trainer: Recorded, seen: list[dict[str, Any]]) -> None:
+        assert len(seen) == trainer.args.gradient_accumulation_steps
+        policy = trainer.model
+        want = whole_batch(policy, seen, **self.reference)
+        other = whole_batch(policy, seen, **self.reference, per_micro_batch=True).gradient
+        norm = want.gradient.norm()
+        self.errors.append(float((gradient(policy) - want.gradient).norm() / norm))
+        self.apart.append(float((other - want.gradient).norm() / norm))
+        self.losses.append(want.loss)
+        self.dropped += want.dropped
+
+    def holds(self, steps: int = 3) -> None:
+        assert len(self.errors) == steps
+        assert max(self.errors) <= TOLERANCE, self.errors
+        assert self.dropped > 0  # otherwise nothing was tested
+
+
+@pytest.mark.parametrize("linear", [True, False], ids=["linear", "own-head"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_gradient_is_that_of_the_whole_optimizer_batch(layout, linear, out):
+    check = Check()
+    Recorded(config(out, layout, linear_log_probs=linear), check).train()
+    check.holds()
+    if layout[1] > 1:  # the negative control: selecting in each micro-batch gives another gradient
+        assert max(check.apart) > 1e-3, check.apart
+
+
+def test_temperature_and_checkpointing(out):
+    check = Check(temperature=0.7)
+    Recorded(config(out, temperature=0.7, gradient_checkpointing=True), check).train()
+    check.holds()
+
+
+@pytest.mark.parametrize("linear", [True, False], ids=["linear", "own-head"])
+def test_kl_to_the_reference_model(linear, out, tmp_path):
+    folder = str(tmp_path / "model")
+    tiny.model().save_pretrained(folder)
+    check = Check(beta=0.3)
+    trainer = Recorded(
+        config(out, beta=0.3, linear_log_probs=linear, model_init_kwargs={"dtype": "float32"}), check, policy=folder
+    )
+    trainer.train()
+    check.holds()
+    assert trainer.state.log_history[1]["kl"] > trainer.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-9)
+
+
+def test_turns_of_an_environment_do_not_count(out):
+    check = Check()
+    trainer = Recorded(config(out), check, rollout_func=tiny.turns)
+    trainer.train()
+    check.holds()
+
+
+def test_unscored_tokens_are_left_out_and_counted(out):
+    check = Check()
+    trainer = Recorded(config(out), check, rollout_func=tiny.unscored)
+    trainer.train()
+    check.holds()
+    assert trainer.state.log_history[0]["m2/unscored_tokens"] == 8  # one in each sequence
+    assert math.isfinite(trainer.state.log_history[0]["m2/before"])
+
+
+def test_metrics_are_in_the_log(out):
+    trainer = Recorded(config(out))
+    trainer.train()
+    for logged in trainer.state.log_history[:3]:
+        assert logged["m2/before"] > 0.04 >= logged["m2/after"] > 0
+        assert 0 < logged["m2/masked_fraction"] < logged["m2/trust_region_fraction"] < 1
+        assert logged["m2/threshold"] == 0.04
+        assert {"m2/cut", "m2/approx_kl", "m2/ratio_max", "m2/unscored_tokens", "entropy", "loss", "reward"} <= logged.keys()
+        assert 0 < logged["entropy"] < math.log(98)
+
+
+def test_loss_in_the_log_is_that_of_the_whole_optimizer_batch(out):
+    check = Check()
+    trainer = Recorded(config(out), check)
+    trainer.train()
+    assert [row["loss"] for row in trainer.state.log_history[:3]] == pytest.approx(check.losses, abs=1e-4)
+
+
+def test_an_infinite_threshold_drops_nothing(out):
+    trainer = Recorded(config(out, steps=1, m2_threshold=math.inf))
+    trainer.train()
+    assert trainer.state.log_history[0]["m2/masked_fraction"] == 0
+    assert trainer.state.log_history[0]["m2/cut"] == math.inf
+
+
+@pytest.mark.parametrize("layout", [(4, 2, 2, 1), (2, 2, 4, 1)], ids=str)
+def test_restart_from_a_checkpoint(layout, out, tmp_path):
+    """At the end of a generation the restarted run is the uninterrupted one; amid one TRL makes a new one, and M2PO follows."""
+    straight = Recorded(config(out, layout, steps=4, save_strategy="steps", save_steps=1))
+    straight.train()
+    check = Check()
+    again = Recorded(config(str(tmp_path / "again"), layout, steps=4), check)
+    again.train(resume_from_checkpoint=f"{out}/checkpoint-3")
+    check.holds(steps=1)
+    if layout[1] == layout[2]:
+        torch.testing.assert_close(again.model.state_dict(), straight.model.state_dict(), rtol=1e-6, atol=1e-7)
+
+
+def test_evaluation_selects_over_its_own_batch(out):
+    args = config(out, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, steps=1)
+    check = Check()
+    trainer = Recorded(args, check, eval_dataset=tiny.dataset().select(range(2)))
+    trainer.train()
+    check.holds(steps=1)
+    logged = next(row for row in trainer.state.log_history if "eval_loss" in row)
+    assert math.isfinite(logged["eval_loss"])
+    assert logged["eval_m2/after"] <= 0.04
+
+
+def test_bf16_runs(out):
+    trainer = Recorded(config(out, bf16=True, steps=2))
+    before = copy.deepcopy(trainer.model.state_dict())
+    trainer.train()
+    assert any(not torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())
+    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
