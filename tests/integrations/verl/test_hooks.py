@@ -1,0 +1,74 @@
+"""verl's own hooks: what the adapter gives them, and the Megatron engine, which cannot run here, by its source."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import pathlib
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+import verl
+from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, get_policy_loss_fn
+from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngineWithLMHead
+
+from m2po_kernels.integrations.verl import M2POFSDPEngine, m2po_policy_loss
+
+PACKAGE = pathlib.Path(verl.__file__).parent
+
+
+def test_registered():
+    assert get_policy_loss_fn("m2po") is m2po_policy_loss
+    for strategy in ("fsdp", "fsdp2"):
+        assert EngineRegistry.get_engine_cls("language_model", strategy) is M2POFSDPEngine
+        assert EngineRegistry.get_engine_cls("value_model", strategy).__module__.startswith("verl.")
+
+
+def test_the_policy_loss_takes_what_verl_passes():
+    assert list(inspect.signature(m2po_policy_loss).parameters) == list(inspect.signature(compute_policy_loss_vanilla).parameters)
+
+
+@pytest.mark.parametrize("engine", [BaseEngine, FSDPEngineWithLMHead])
+def test_engine_methods(engine):
+    assert list(inspect.signature(engine.train_batch).parameters) == ["self", "data", "loss_function"]
+    assert list(inspect.signature(engine.infer_batch).parameters) == ["self", "data", "loss_function"]
+
+
+@pytest.mark.parametrize(("vendor", "loaded"), [("m2po", True), (None, False), ("nvidia", False)])
+def test_the_entry_point_loads_the_engine_only_where_asked(vendor, loaded):
+    assert [e.value for e in entry_points(group="verl.plugins") if e.name == "m2po"] == ["m2po_kernels.integrations.verl_plugin"]
+    environment = {name: value for name, value in os.environ.items() if name != "VERL_ENGINE_VENDOR"}
+    if vendor is not None:
+        environment["VERL_ENGINE_VENDOR"] = vendor
+    code = "import verl, sys; print('m2po_kernels.integrations.verl' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+    assert out.split() == [str(loaded)]
+
+
+def test_the_configuration_class_can_be_imported_before_verl():
+    """As hydra does in a worker whose verl did not load the plugin."""
+    code = "import m2po_kernels.integrations.verl as v; from verl.trainer.ppo.core_algos import get_policy_loss_fn as g; g('m2po')"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_megatron_engine_by_its_source():
+    """It calls the loss function once for each micro-batch, with these names, and takes back its factor; its base is BaseEngine."""
+    tree = ast.parse((PACKAGE / "workers/engine/megatron/transformer_impl.py").read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    assert [ast.unparse(base) for base in classes["MegatronEngine"].bases] == ["BaseEngine"]
+    assert [ast.unparse(base) for base in classes["MegatronEngineWithLMHead"].bases] == ["MegatronEngine"]
+    methods = {m.name for name in ("MegatronEngine", "MegatronEngineWithLMHead") for m in classes[name].body if hasattr(m, "name")}
+    assert "get_data_parallel_group" in methods
+    assert not {"train_batch", "infer_batch"} & methods  # so that those of BaseEngine are between ours and its forward_backward_batch
+    calls = [
+        node
+        for node in ast.walk(classes["MegatronEngineWithLMHead"])
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "loss_function"
+    ]
+    assert [[keyword.arg for keyword in call.keywords] for call in calls] == [["model_output", "data", "dp_group"]]
+    source = ast.unparse(classes["MegatronEngineWithLMHead"])
+    assert "scaled_loss = loss * data['num_micro_batch']" in source
+    assert "dynamic_context_parallel" in source
