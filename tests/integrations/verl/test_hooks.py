@@ -6,18 +6,22 @@ import ast
 import inspect
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 from importlib.metadata import entry_points
 
 import pytest
 import verl
+import workers
+from hydra import compose, initialize_config_dir
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, get_policy_loss_fn
 from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngineWithLMHead
 
 from m2po_kernels.integrations.verl import M2POFSDPEngine, m2po_policy_loss
 
 PACKAGE = pathlib.Path(verl.__file__).parent
+EXAMPLE = pathlib.Path(__file__).parents[3] / "examples/verl/m2po.sh"
 
 
 def test_registered():
@@ -72,3 +76,12 @@ def test_megatron_engine_by_its_source():
     source = ast.unparse(classes["MegatronEngineWithLMHead"])
     assert "scaled_loss = loss * data['num_micro_batch']" in source
     assert "dynamic_context_parallel" in source
+
+
+def test_the_example_is_a_configuration():
+    """Its options compose with verl's, and hold those that these tests use."""
+    words = shlex.split(EXAMPLE.read_text().split("exec ")[1].replace('"$@"', "").replace("$DATA", "/data").replace("$MODEL", "model"))
+    overrides = words[words.index("verl.trainer.main_ppo") + 1 :]
+    assert set(workers.M2PO) <= set(overrides)
+    with initialize_config_dir(str(PACKAGE / "trainer/config"), version_base=None):
+        assert compose("ppo_trainer", overrides=overrides).actor_rollout_ref.actor.policy_loss.m2_threshold == 0.04
