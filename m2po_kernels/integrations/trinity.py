@@ -23,7 +23,11 @@ class M2POPolicyLossFn(PolicyLossFn):
     """
 
     def __init__(
-        self, backend: str = "verl", m2_threshold: float = 0.04, scope: str = "quadrants", loss_agg_mode: str | None = "token-mean"
+        self,
+        backend: str = "verl",
+        m2_threshold: float = 0.04,
+        scope: str = "quadrants",
+        loss_agg_mode: str | None = "token-mean",
     ):
         check_version("trinity-rft")
         super().__init__(backend=backend)

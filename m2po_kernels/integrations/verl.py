@@ -1,6 +1,7 @@
 """M2PO in verl: the policy loss "m2po", its options, and engines that select over a mini-batch before they train on it.
 
-A policy loss of verl sees one micro-batch; its engine's `train_batch` gets the batch of one optimizer step. docs/integrations/verl.md
+A policy loss of verl sees one micro-batch; its engine's `train_batch` gets the batch of one optimizer step.
+docs/integrations/verl.md
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class M2POPolicyLossConfig(PolicyLossConfig):
     """`actor.policy_loss` with `_target_: m2po_kernels.integrations.verl.M2POPolicyLossConfig`.
 
     m2_threshold, scope: as in `m2po_kernels.m2po_loss`.
-    rollout_correction: give it `${algorithm.rollout_correction}`. Workers see no other part of the trainer's configuration, and must
-        know whether the old log-probs that they get are those of the rollout engine.
+    rollout_correction: give it `${algorithm.rollout_correction}`. Workers see no other part of the trainer's configuration, and
+        must know whether the old log-probs that they get are those of the rollout engine.
     """
 
     m2_threshold: float = 0.04
@@ -122,8 +123,8 @@ if MegatronEngineWithLMHead is not None:
         def train_batch(self, data: Any, loss_function: Callable) -> Any:
             if self.engine_config.dynamic_context_parallel:
                 raise InvalidArgument(
-                    "actor.megatron.dynamic_context_parallel must be False with M2PO: which ranks hold the same tokens then changes "
-                    "from micro-batch to micro-batch; got True"
+                    "actor.megatron.dynamic_context_parallel must be False with M2PO: with it, which ranks hold the same tokens "
+                    "changes from one micro-batch to the next; got True"
                 )
             return super().train_batch(data, loss_function)
 

@@ -1,8 +1,8 @@
 """One optimizer step on verl's engines: the trainer's own loss function, called twice for each micro-batch.
 
-A policy loss of verl sees one micro-batch. So an engine calls a `Step` in place of the loss function: first without gradient, where the
-policy loss within it hands over what the selection needs, then to train. Nothing of verl is imported here: policy losses for other
-trainers on its engines ask `current_step` too.
+A policy loss of verl sees one micro-batch. So an engine calls a `Step` in place of the loss function: first without gradient,
+where the policy loss within it hands over what the selection needs, then to train. Nothing of verl is imported here: policy losses
+for other trainers on its engines ask `current_step` too.
 """
 
 from __future__ import annotations
@@ -61,15 +61,16 @@ class Step:
         if self._window is None:
             if self._rows in self._collected:
                 raise InvalidArgument(
-                    "the loss function asked twice for the M2PO loss of one micro-batch, as verl's distillation does; expected one call"
+                    "the loss function asked twice for the M2PO loss of one micro-batch, as verl's distillation does; "
+                    "expected one call"
                 )
             self._settings = settings
             self._collected[self._rows] = MicroBatch(log_probs.detach(), behavior, advantages, mask)
             return log_probs.new_zeros(()), {}
         if self._rows not in self._shares:
             raise InvalidArgument(
-                f"use_dynamic_bsz split the batch otherwise than for the selection: sequences {list(self._rows)} are no micro-batch of "
-                f"{[list(rows) for rows in self._shares]}; set actor.use_dynamic_bsz=False"
+                f"use_dynamic_bsz split the batch otherwise than for the selection: sequences {list(self._rows)} are no "
+                f"micro-batch of {[list(rows) for rows in self._shares]}; set actor.use_dynamic_bsz=False"
             )
         share = self._shares[self._rows]
         out = m2po_loss(
@@ -81,7 +82,8 @@ class Step:
         """Makes the selection of the step. Raises MissingBehaviorLogProbs on all ranks of `group` if one of them has none."""
         if not self._collected:
             raise InvalidArgument(
-                f"VERL_ENGINE_VENDOR is {VENDOR}, but the loss is not M2PO: set actor.policy_loss.loss_mode=m2po, or unset the variable"
+                f"VERL_ENGINE_VENDOR is {VENDOR}, but the loss is not M2PO: set actor.policy_loss.loss_mode=m2po, or unset "
+                "the variable"
             )
         micro_batches = self._collected.values()
         try:
@@ -93,8 +95,8 @@ class Step:
             )
         except MissingBehaviorLogProbs as error:
             raise MissingBehaviorLogProbs(
-                "old_log_probs are not the rollout engine's on at least one rank: recomputed, or rollout_log_probs are missing. Set "
-                "algorithm.rollout_correction.bypass_mode=True and actor_rollout_ref.rollout.calculate_log_probs=True "
+                "old_log_probs are not the rollout engine's on at least one rank: recomputed, or rollout_log_probs are missing. "
+                "Set algorithm.rollout_correction.bypass_mode=True and actor_rollout_ref.rollout.calculate_log_probs=True "
                 "(Trinity-RFT: algorithm.bypass_old_logprobs: true)"
             ) from error
         self._shares = dict(zip(self._collected, self._window.shares, strict=True))
@@ -110,8 +112,8 @@ def current_step() -> Step:
     step = _STEP.get(None)
     if step is None:
         raise InvalidArgument(
-            f"the M2PO loss needs an engine that selects over the whole batch: set the environment variable VERL_ENGINE_VENDOR={VENDOR} "
-            "for all workers, with verl >= 0.9 and actor.strategy fsdp, fsdp2 or megatron"
+            "the M2PO loss needs an engine that selects over the whole batch: set the environment variable "
+            f"VERL_ENGINE_VENDOR={VENDOR} for all workers, with verl >= 0.9 and actor.strategy fsdp, fsdp2 or megatron"
         )
     return step
 

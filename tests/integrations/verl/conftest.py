@@ -1,4 +1,4 @@
-"""verl as on a node without an accelerator, its configuration made by hydra as its command line does, and its own actor worker."""
+"""verl on a CPU, its configuration made by hydra as its command line does, and its own actor worker."""
 
 from __future__ import annotations
 

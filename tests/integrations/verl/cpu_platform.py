@@ -1,4 +1,4 @@
-"""verl on a CPU: a platform plugin for the tests, loaded by VERL_USE_EXTERNAL_MODULES=cpu_platform, chosen by VERL_PLATFORM=cpu."""
+"""verl on a CPU: a platform for the tests. VERL_USE_EXTERNAL_MODULES=cpu_platform loads it, VERL_PLATFORM=cpu chooses it."""
 
 from __future__ import annotations
 

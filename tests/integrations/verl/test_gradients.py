@@ -1,7 +1,7 @@
 """The gradient before each optimizer step against that of the whole mini-batch in fp64.
 
-1e-6, relative, over all parameters: training is in fp32, whose rounding (6e-8) the forward and backward of this model, two layers deep,
-make a few times larger. A token more or less in the selection is 1e-3 and more here: the control below.
+1e-6, relative, over all parameters: training is in fp32, whose rounding (6e-8) the forward and backward of this model, two layers
+deep, make a few times larger. A token more or less in the selection is 1e-3 and more here: the control below.
 """
 
 from __future__ import annotations

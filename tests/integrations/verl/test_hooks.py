@@ -54,19 +54,20 @@ def test_the_entry_point_loads_the_engine_only_where_asked(vendor, loaded):
 
 def test_the_configuration_class_can_be_imported_before_verl():
     """As hydra does in a worker whose verl did not load the plugin."""
-    code = "import m2po_kernels.integrations.verl as v; from verl.trainer.ppo.core_algos import get_policy_loss_fn as g; g('m2po')"
+    code = "import m2po_kernels.integrations.verl; from verl.trainer.ppo import core_algos; core_algos.get_policy_loss_fn('m2po')"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_megatron_engine_by_its_source():
-    """It calls the loss function once for each micro-batch, with these names, and takes back its factor; its base is BaseEngine."""
+    """It calls the loss function once for each micro-batch, with these names, and takes back what Megatron divides by."""
     tree = ast.parse((PACKAGE / "workers/engine/megatron/transformer_impl.py").read_text())
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     assert [ast.unparse(base) for base in classes["MegatronEngine"].bases] == ["BaseEngine"]
     assert [ast.unparse(base) for base in classes["MegatronEngineWithLMHead"].bases] == ["MegatronEngine"]
-    methods = {m.name for name in ("MegatronEngine", "MegatronEngineWithLMHead") for m in classes[name].body if hasattr(m, "name")}
-    assert "get_data_parallel_group" in methods
-    assert not {"train_batch", "infer_batch"} & methods  # so that those of BaseEngine are between ours and its forward_backward_batch
+    body = [*classes["MegatronEngine"].body, *classes["MegatronEngineWithLMHead"].body]
+    methods = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    assert {"get_data_parallel_group", "get_data_parallel_size", "forward_backward_batch"} <= methods
+    assert not {"train_batch", "infer_batch"} & methods  # ours call those of BaseEngine
     calls = [
         node
         for node in ast.walk(classes["MegatronEngineWithLMHead"])
@@ -80,7 +81,8 @@ def test_megatron_engine_by_its_source():
 
 def test_the_example_is_a_configuration():
     """Its options compose with verl's, and hold those that these tests use."""
-    words = shlex.split(EXAMPLE.read_text().split("exec ")[1].replace('"$@"', "").replace("$DATA", "/data").replace("$MODEL", "model"))
+    command = EXAMPLE.read_text().split("exec ")[1]
+    words = shlex.split(command.replace('"$@"', "").replace("$DATA", "/data").replace("$MODEL", "model"))
     overrides = words[words.index("verl.trainer.main_ppo") + 1 :]
     assert set(workers.M2PO) <= set(overrides)
     with initialize_config_dir(str(PACKAGE / "trainer/config"), version_base=None):

@@ -58,7 +58,7 @@ def log_probs(model: Qwen2ForCausalLM, sequence: Sequence) -> Tensor:
 
 @torch.no_grad()
 def rollouts(path: str, n: int, seed: int, *, unscored: float = 0.0) -> list[Sequence]:
-    """Sequences of many lengths, one advantage each, and log-probs that are off by a noise of 0.4, as from an engine long out of date.
+    """Sequences of many lengths, one advantage each; log-probs off by a noise of 0.4, as from an engine long out of date.
 
     Every fifth token of some is a tool's. unscored: the share of tokens without a log-prob.
     """
@@ -89,7 +89,9 @@ def selection(d: Tensor, advantages: Tensor, tau: float) -> Tensor:
     return keep
 
 
-def gradient(model: Qwen2ForCausalLM, batches: list[list[Sequence]], tau: float = 0.04) -> tuple[dict[str, Tensor], dict[str, int]]:
+def gradient(
+    model: Qwen2ForCausalLM, batches: list[list[Sequence]], tau: float = 0.04
+) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Of the batch that all `batches` make up, each of which is selected over alone; with how many tokens it has and drops."""
     model.zero_grad()
     losses, n_valid, n_dropped, n_region = [], 0, 0, 0
