@@ -1,8 +1,8 @@
 """One optimizer step on verl's engines: the trainer's own loss function, called twice for each micro-batch.
 
 A policy loss of verl sees one micro-batch. So an engine calls a `Step` in place of the loss function: first without gradient,
-where the policy loss within it hands over what the selection needs, then to train. Nothing of verl is imported here: policy losses
-for other trainers on its engines ask `current_step` too.
+where the policy loss within it hands over what the selection needs, then to train. Nothing of verl is imported here: policy
+losses for other trainers on its engines ask `current_step` too.
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ class CPUPlatform(PlatformBase):
         get_device_name=lambda *_: "cpu",
         manual_seed=torch.manual_seed,
         manual_seed_all=torch.manual_seed,
+        get_rng_state=torch.get_rng_state,
+        set_rng_state=torch.set_rng_state,
         **dict.fromkeys(["set_device", "synchronize", "empty_cache", "ipc_collect"], _nothing),
         **dict.fromkeys(
             ["max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved", "max_memory_cached"], _zero

@@ -34,8 +34,8 @@ def test_one_step(actor, model_path, form, layout):
     logged = {name: value[0] for name, value in metrics.items()}
     assert logged["m2/masked_fraction"] == pytest.approx(counts["dropped"] / counts["valid"])
     assert logged["m2/trust_region_fraction"] == pytest.approx(counts["region"] / counts["valid"])
-    assert logged["m2/before"] > 0.04 >= logged["m2/after"]
-    assert logged["m2/threshold"] == 0.04
+    assert logged["m2/before"] > 0.04 > logged["m2/after"]
+    assert logged["m2/threshold"] == pytest.approx(0.04)  # verl averages over micro-batches
     assert {"m2/approx_kl", "m2/ratio_max", "m2/cut", "m2/unscored_tokens", "actor/pg_loss"} <= logged.keys()
 
 
@@ -73,7 +73,7 @@ def test_unscored_tokens_are_left_out_and_counted(actor, model_path):
         actor, workers.nested_batch(sequences), mini_batch=12, use_dynamic_bsz=False, micro_batch_size_per_gpu=3
     )
     assert tiny.difference(actor.actor.engine.steps[0].gradient, reference) < BOUND
-    assert metrics["m2/unscored_tokens"] == [unscored]
+    assert metrics["m2/unscored_tokens"] == pytest.approx([unscored])
 
 
 def test_restart_from_a_checkpoint(actor, model_path, tmp_path):

@@ -81,7 +81,7 @@ def test_megatron_engine_by_its_source():
 
 def test_the_example_is_a_configuration():
     """Its options compose with verl's, and hold those that these tests use."""
-    command = EXAMPLE.read_text().split("exec ")[1]
+    command = EXAMPLE.read_text().split("exec ")[1].replace("\\\n", " ")
     words = shlex.split(command.replace('"$@"', "").replace("$DATA", "/data").replace("$MODEL", "model"))
     overrides = words[words.index("verl.trainer.main_ppo") + 1 :]
     assert set(workers.M2PO) <= set(overrides)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jobs
 import pytest
 import tiny
-import torch
 import workers
+from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine.fsdp import transformer_impl
 
@@ -79,7 +79,7 @@ def test_dynamic_batching_that_changes_its_mind(actor, batch, monkeypatch):
 
     def other_each_time(data, **arguments):
         calls.append(data)
-        return split(data if len(calls) % 2 else data[torch.tensor([0, 2, 1, 3])], **arguments)
+        return split(data if len(calls) % 2 else tu.index_select_tensor_dict(data, [0, 2, 1, 3]), **arguments)
 
     monkeypatch.setattr(transformer_impl, "prepare_micro_batches", other_each_time)
     workers.restart(actor)
