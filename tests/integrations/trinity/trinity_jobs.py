@@ -10,6 +10,7 @@ import torch
 import workers
 from tensordict import TensorDict
 from transformers import PreTrainedModel
+from trinity.algorithm import ENTROPY_LOSS_FN, KL_FN
 from trinity.common.config import AlgorithmConfig
 from trinity.common.experience import Experience
 from trinity.trainer.verl.losses import TrinityPolicyLoss, build_trinity_loss
@@ -31,9 +32,9 @@ def make_loss(policy_loss_fn: str = M2PO, **arguments: Any) -> TrinityPolicyLoss
             policy_loss_fn=policy_loss_fn,
             policy_loss_fn_args=arguments,
             kl_loss_fn="none",
-            kl_loss_fn_args={},
+            kl_loss_fn_args=KL_FN.get("none").default_args(),
             entropy_loss_fn="none",
-            entropy_loss_fn_args={},
+            entropy_loss_fn_args=ENTROPY_LOSS_FN.get("none").default_args(),
         )
     )
 
