@@ -83,7 +83,7 @@ def test_dynamic_batching_that_changes_its_mind(actor, batch, monkeypatch):
 
     monkeypatch.setattr(transformer_impl, "prepare_micro_batches", other_each_time)
     workers.restart(actor)
-    with pytest.raises(InvalidArgument, match="actor.use_dynamic_bsz=False"):
+    with pytest.raises(InvalidArgument, match=r"actor\.use_dynamic_bsz=False"):
         workers.update(actor, batch, **LAYOUT)
     assert not actor.actor.engine.steps
 

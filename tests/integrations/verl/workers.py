@@ -83,9 +83,7 @@ def watch(engine) -> None:
 
     def watched():
         parameters = dict(engine.module.named_parameters())
-        engine.steps.append(
-            Step({n: whole(p) for n, p in parameters.items()}, {n: whole(p.grad) for n, p in parameters.items()})
-        )
+        engine.steps.append(Step({n: whole(p) for n, p in parameters.items()}, {n: whole(p.grad) for n, p in parameters.items()}))
         return step()
 
     engine.optimizer_step = watched
