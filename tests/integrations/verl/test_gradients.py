@@ -76,6 +76,27 @@ def test_unscored_tokens_are_left_out_and_counted(actor, model_path):
     assert metrics["m2/unscored_tokens"] == pytest.approx([unscored])
 
 
+def test_entropy_and_kl_terms_are_added_by_verl(model_path, world):
+    """Once each, over all valid tokens, dropped or not."""
+    sequences = tiny.rollouts(model_path, 6, seed=7)
+    model = tiny.load(model_path)
+    reference, counts = tiny.gradient(model, [sequences])
+    assert counts["dropped"] > 0
+    model.zero_grad()
+    mask = torch.cat([s.mask for s in sequences])
+    d = torch.cat([s.behavior - tiny.log_probs(model, s) for s in sequences])[mask]  # the rollout policy as reference policy
+    log_p = torch.cat([tiny.logits(model, s) for s in sequences])[mask].log_softmax(-1)
+    (0.3 * (d.exp() - d - 1).mean() + 0.2 * (log_p.exp() * log_p).sum(-1).mean()).backward()
+    for name, parameter in model.named_parameters():
+        reference[name] += parameter.grad
+    terms = ("entropy_coeff=0.2", "use_kl_loss=True", "kl_loss_coef=0.3")
+    actor = workers.make_actor(workers.compose(model_path, *(f"actor_rollout_ref.actor.{term}" for term in terms)))
+    batch = workers.nested_batch(sequences)
+    batch["ref_log_prob"] = batch["old_log_probs"]
+    workers.update(actor, batch, mini_batch=6, entropy=True, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
+    assert tiny.difference(actor.actor.engine.steps[0].gradient, reference) < BOUND
+
+
 def test_restart_from_a_checkpoint(actor, model_path, tmp_path):
     """The step after a checkpoint is loaded is, to the bit, the one that came after it was saved."""
     first, second = tiny.rollouts(model_path, 6, seed=4), tiny.rollouts(model_path, 6, seed=5)

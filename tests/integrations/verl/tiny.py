@@ -50,10 +50,14 @@ def load(path: str, state: dict[str, Tensor] | None = None) -> Qwen2ForCausalLM:
     return model
 
 
-def log_probs(model: Qwen2ForCausalLM, sequence: Sequence) -> Tensor:
+def logits(model: Qwen2ForCausalLM, sequence: Sequence) -> Tensor:
+    """Of the response's tokens."""
     tokens = torch.cat([sequence.prompt, sequence.response])
-    logits = model(tokens[None]).logits[0, len(sequence.prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, sequence.response[:, None])[:, 0]
+    return model(tokens[None]).logits[0, len(sequence.prompt) - 1 : -1]
+
+
+def log_probs(model: Qwen2ForCausalLM, sequence: Sequence) -> Tensor:
+    return logits(model, sequence).log_softmax(-1).gather(-1, sequence.response[:, None])[:, 0]
 
 
 @torch.no_grad()

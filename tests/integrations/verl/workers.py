@@ -137,19 +137,20 @@ def padded_batch(sequences: list[Sequence]) -> TensorDict:
     return left_right_2_no_padding(TensorDict(fields, batch_size=[n]))
 
 
-def update(worker: ActorRolloutRefWorker, batch: TensorDict, *, mini_batch: int, epochs: int = 1, **layout) -> dict:
+def update(
+    worker: ActorRolloutRefWorker, batch: TensorDict, *, mini_batch: int, epochs: int = 1, entropy: bool = False, **layout
+) -> dict:
     """Optimizer steps over mini-batches of `mini_batch` sequences of all ranks; layout: how verl splits each. The metrics."""
-    tu.assign_non_tensor(
-        batch,
-        temperature=1.0,
-        calculate_entropy=False,
-        distillation_use_topk=False,
-        distillation_only=False,
-        global_batch_size=mini_batch,
-        mini_batch_size=mini_batch,
-        epochs=epochs,
-        seed=1,
-        dataloader_kwargs={"shuffle": False},
-        **layout,
-    )
+    settings = {
+        "temperature": 1.0,
+        "calculate_entropy": entropy,
+        "distillation_use_topk": False,
+        "distillation_only": False,
+        "global_batch_size": mini_batch,
+        "mini_batch_size": mini_batch,
+        "epochs": epochs,
+        "seed": 1,
+        "dataloader_kwargs": {"shuffle": False},
+    }
+    tu.assign_non_tensor(batch, **settings, **layout)
     return tu.get(worker.update_actor(batch), "metrics")
