@@ -1,0 +1,110 @@
+"""What is refused, each by a message that names the option to set."""
+
+from __future__ import annotations
+
+import jobs
+import pytest
+import tiny
+import workers
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.engine.fsdp import transformer_impl
+
+from m2po_kernels.errors import InvalidArgument
+from m2po_kernels.integrations import common
+
+LAYOUT = {"mini_batch": 4, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+
+
+@pytest.fixture
+def batch(model_path):
+    return workers.nested_batch(tiny.rollouts(model_path, 4, seed=6))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["algorithm.rollout_correction.bypass_mode=False"], "algorithm.rollout_correction.bypass_mode=True"),
+        (["algorithm.rollout_correction.rollout_is=token"], "rollout_correction.rollout_is must be null"),
+        (["algorithm.rollout_correction.rollout_rs=token_k1"], "rollout_correction.rollout_rs must be null"),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"], "policy_loss.loss_mode must be m2po"),
+    ],
+)
+def test_configurations(model_path, overrides, named):
+    config = workers.compose(model_path, *overrides)
+    with pytest.raises(Exception, match=named) as caught:  # hydra wraps what a class raises
+        omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss)
+    assert isinstance(caught.value.__cause__, InvalidArgument)
+    assert "\n" not in str(caught.value.__cause__)
+
+
+def test_rollout_correction_left_out(model_path):
+    """Workers do not see algorithm.*: without the interpolation they cannot know."""
+    config = workers.compose(model_path, m2po=workers.M2PO[:-1])
+    with pytest.raises(Exception, match=r"policy_loss\.rollout_correction='\$\{algorithm\.rollout_correction\}'"):
+        omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss)
+
+
+@pytest.mark.parametrize(
+    ("m2po", "overrides", "named"),
+    [
+        (workers.M2PO, ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"], "loss_agg_mode must be token-mean"),
+        ((), ["actor_rollout_ref.actor.policy_loss.loss_mode=m2po"], "policy_loss._target_ must be"),
+        ((), [], "VERL_ENGINE_VENDOR is m2po, but the loss is not"),
+    ],
+)
+def test_losses(model_path, world, batch, m2po, overrides, named):
+    actor = workers.make_actor(workers.compose(model_path, *overrides, m2po=m2po))
+    with pytest.raises(InvalidArgument, match=named):
+        workers.update(actor, batch, **LAYOUT)
+    assert not actor.actor.engine.steps
+
+
+def test_an_engine_that_does_not_select(model_path, world, batch, monkeypatch):
+    monkeypatch.delenv("VERL_ENGINE_VENDOR")
+    actor = workers.make_actor(workers.compose(model_path))
+    with pytest.raises(InvalidArgument, match="VERL_ENGINE_VENDOR=m2po"):
+        workers.update(actor, batch, **LAYOUT)
+
+
+def test_importance_sampling_weights_in_the_batch(actor, batch):
+    batch["rollout_is_weights"] = batch["advantages"] * 0 + 1
+    workers.restart(actor)
+    with pytest.raises(InvalidArgument, match="rollout_is=null"):
+        workers.update(actor, batch, **LAYOUT)
+
+
+def test_dynamic_batching_that_changes_its_mind(actor, batch, monkeypatch):
+    calls, split = [], transformer_impl.prepare_micro_batches
+
+    def other_each_time(data, **arguments):
+        calls.append(data)
+        return split(data if len(calls) % 2 else tu.index_select_tensor_dict(data, [0, 2, 1, 3]), **arguments)
+
+    monkeypatch.setattr(transformer_impl, "prepare_micro_batches", other_each_time)
+    workers.restart(actor)
+    with pytest.raises(InvalidArgument, match=r"actor\.use_dynamic_bsz=False"):
+        workers.update(actor, batch, **LAYOUT)
+    assert not actor.actor.engine.steps
+
+
+def test_two_losses_of_one_micro_batch(actor, batch, monkeypatch):
+    once = actor.loss_fn
+    workers.restart(actor)
+    monkeypatch.setattr(actor.actor, "loss_fn", lambda **arguments: once(**arguments) and once(**arguments))
+    with pytest.raises(InvalidArgument, match="asked twice"):
+        workers.update(actor, batch, **LAYOUT)
+
+
+def test_log_probs_missing_on_one_of_two_ranks(model_path, tmp_path):
+    for errors in jobs.on_two_ranks(jobs.lose_log_probs, model_path, tmp_path):
+        assert len(errors) == 3
+        for message in errors.values():
+            assert "bypass_mode=True" in message
+            assert "calculate_log_probs=True" in message
+
+
+def test_another_version_warns(model_path, world, monkeypatch):
+    monkeypatch.setitem(common.TESTED, "verl", "0.0")
+    with pytest.warns(UserWarning, match=r"tested with verl 0\.0; installed is verl 0\.9\.1"):
+        workers.make_actor(workers.compose(model_path))
