@@ -14,17 +14,19 @@ from m2po_kernels.errors import InvalidArgument, MissingBehaviorLogProbs
 
 from .common import MicroBatch, Window, check_version, select_window
 
-# What each option must be, and why. The Megatron adapter has the same ones.
+# What each option must be, and why. First those that the Megatron trainer has as well.
 EXPECTED = {
     "loss_type": ("dapo", "M2PO divides by the tokens of the whole optimizer step, and 'dapo' is the loss that does so"),
     "importance_sampling_level": ("token", "M2PO weighs each token by its own ratio"),
     "rollout_importance_sampling_mode": (None, "M2PO weighs by the ratio to the rollout engine itself"),
     "off_policy_sequence_mask_delta": (None, "it would drop tokens that the selection has counted"),
     "top_entropy_quantile": (1.0, "it would drop tokens that the selection has counted"),
+}
+_EXPECTED_HERE = {
     "sdar_loss_coef": (0.0, "its loss is not added to M2PO's"),
     "chord_sft_dataset": ([], "its loss is not added to M2PO's"),
+    "use_liger_kernel": (False, "its loss does not give the log-probs that M2PO starts from"),
 }
-_EXPECTED_HERE = {"use_liger_kernel": (False, "its loss does not give the log-probs that M2PO starts from")}
 _EXPECTED_OF_TEMPLATE = {
     "sequence_parallel_size": (1, "the adapter cannot tell which ranks hold the same tokens"),
 }
