@@ -104,7 +104,9 @@ class _Engine:
                 [MicroBatch(log_probs, behavior, advantages, mask)], m2_threshold=self._m2_threshold, group=group
             )
         except MissingBehaviorLogProbs as error:
-            raise MissingBehaviorLogProbs(f"'logprobs' is not in the batch; expected the rollout's from the workflow ({error})") from None
+            raise MissingBehaviorLogProbs(
+                f"'logprobs' is not in the batch; expected the rollout's from the workflow ({error})"
+            ) from None
         unscored = window.unscored_tokens.clone()
         dist.all_reduce(unscored, group=group)
         stats_tracker.scalar(**{**window.metrics(), "m2/unscored_tokens": float(unscored)})

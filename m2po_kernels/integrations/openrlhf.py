@@ -70,8 +70,18 @@ class M2POTrainer(ppo_actor.ActorPPOTrainer):  # type: ignore[misc]
         options = self.args
         for name, value, wanted, why in (
             ("actor.policy_loss_type", options.actor.policy_loss_type, "ppo", "M2PO weighs each token by its own ratio"),
-            ("actor.loss_agg_mode", options.actor.loss_agg_mode, "token-mean", "M2PO divides by the tokens of the optimizer step"),
-            ("train.dynamic_batch_enable", options.train.dynamic_batch_enable, False, "its optimizer steps are not fetched whole"),
+            (
+                "actor.loss_agg_mode",
+                options.actor.loss_agg_mode,
+                "token-mean",
+                "M2PO divides by the tokens of the optimizer step",
+            ),
+            (
+                "train.dynamic_batch_enable",
+                options.train.dynamic_batch_enable,
+                False,
+                "its optimizer steps are not fetched whole",
+            ),
         ):
             if value != wanted:
                 raise InvalidArgument(f"--{name} must be {wanted!r} for M2PO, as {why}; got {value!r}")
@@ -114,7 +124,9 @@ class M2POTrainer(ppo_actor.ActorPPOTrainer):  # type: ignore[misc]
             )
         device = experiences[0].sequences.device  # the first is where the model is; the others follow
         try:
-            window = select_window((self._micro_batch(e.to_device(device)) for e in experiences), group=self._ranks, **self._settings)
+            window = select_window(
+                (self._micro_batch(e.to_device(device)) for e in experiences), group=self._ranks, **self._settings
+            )
         except MissingBehaviorLogProbs as error:
             raise MissingBehaviorLogProbs(
                 "rollout_log_probs is None; expected --algo.advantage.is_correction_level token, and of an agent log-probs for "
@@ -158,4 +170,10 @@ class M2POTrainer(ppo_actor.ActorPPOTrainer):  # type: ignore[misc]
             part=self._share.part,
         )
         loss = out.loss * loss_scale(self._ranks, micro_batches=self._accumulated)  # DeepSpeed divides by both
-        return loss, out.metrics.masked_fraction, masked_mean((old_log_probs - log_probs).detach(), action_mask, dim=None), None, None
+        return (
+            loss,
+            out.metrics.masked_fraction,
+            masked_mean((old_log_probs - log_probs).detach(), action_mask, dim=None),
+            None,
+            None,
+        )

@@ -109,7 +109,9 @@ def trajectories(engine: Engine, n: int, *, seed: int) -> list[dict[str, Any]]:
     return made
 
 
-def run(folder: Path, samples: int = 8, *, seed: int = 1, unscored: bool = False, missing: bool = False, **changed: Any) -> Engine:
+def run(
+    folder: Path, samples: int = 8, *, seed: int = 1, unscored: bool = False, missing: bool = False, **changed: Any
+) -> Engine:
     """A PPO update as AReaL's trainer asks for it."""
     engine = Engine(config(folder, **changed))
     data = engine.compute_advantages(trajectories(engine, samples, seed=seed + 100 * dist.get_rank()))

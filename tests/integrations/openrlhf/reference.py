@@ -1,61 +1,21 @@
-"""The gradient of M2PO over a whole batch in fp64, written from the paper and from nothing of m2po_kernels."""
+"""The gradient of an optimizer step of OpenRLHF in fp64."""
 
 from __future__ import annotations
 
-import copy
-import math
 from typing import Any
 
-import torch
-from torch import Tensor
-
-Gradient = dict[str, Tensor]
+import paper
 
 
-def kept(d: Tensor, advantages: Tensor, threshold: float) -> Tensor:
-    """Algorithm 1 on the valid tokens of a batch: drops the largest d^2 of the trust region while their mean is above threshold."""
-    in_region = ((advantages > 0) & (d > 0)) | ((advantages < 0) & (d < 0))
-    v = (d.double() ** 2).tolist()
-    region = sorted(in_region.nonzero().flatten().tolist(), key=lambda i: v[i])
-    while region and math.fsum(v[i] for i in region) / len(region) > threshold:
-        region.pop()
-    keep = ~in_region
-    keep[region] = True
-    return keep
-
-
-def gradient(
-    model: Any,
-    weights: dict[str, Tensor],
-    micro_batches: list[dict[str, Tensor]],
-    *,
-    per_micro_batch: bool = False,
-    threshold: float = 0.04,
-    ratio_cap: float = math.inf,
-) -> Gradient:
-    """per_micro_batch: the wrong way, a selection for each micro-batch, as a control."""
-    model = copy.deepcopy(model).double().train()
-    model.load_state_dict({name: weight.double() for name, weight in weights.items()})
-    rows = []
+def gradient(model: Any, weights: paper.Tensors, micro_batches: list[paper.Tensors], **options: Any) -> paper.Tensors:
+    """micro_batches: fields of Experience; options as in paper.loss."""
+    model = paper.in_fp64(model, weights)
+    tokens = []
     for batch in micro_batches:
         ids, behavior = batch["sequences"], batch["rollout_log_probs"]
         logits = model.model(ids, attention_mask=batch["attention_mask"]).logits[:, :-1]
-        log_probs = logits.double().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        log_probs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         mask = batch["action_mask"].bool() & ~behavior.isnan()
-        rows.append((log_probs[mask], behavior[mask].double(), batch["advantages"][mask].double()))
-    keep = [kept(x.detach() - b, a, threshold) for x, b, a in rows]
-    x, b, a = (torch.cat(column) for column in zip(*rows, strict=True))
-    if not per_micro_batch:
-        keep = [kept(x.detach() - b, a, threshold)]
-    ratio = (x - b).exp()
-    ratio = torch.where((a < 0) & (ratio > ratio_cap), ratio_cap, ratio)
-    (-(ratio * a)[torch.cat(keep)].sum() / len(x)).backward()
+        tokens.append(paper.Tokens(log_probs[mask], behavior[mask], batch["advantages"][mask]))
+    paper.loss(tokens, **options).backward()
     return {name: p.grad for name, p in model.named_parameters()}
-
-
-def difference(one: Gradient, other: Gradient) -> float:
-    """Relative, in the 2-norm of all parameters together."""
-    assert one.keys() == other.keys()
-    a = torch.cat([one[name].double().flatten() for name in one])
-    b = torch.cat([other[name].double().flatten() for name in one])
-    return ((a - b).norm() / b.norm()).item()

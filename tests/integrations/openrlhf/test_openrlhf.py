@@ -131,7 +131,9 @@ def test_refuses_an_optimizer_step_over_two_rollouts() -> None:
 
 
 def test_missing_log_probs() -> None:
-    with pytest.raises(MissingBehaviorLogProbs, match="^rollout_log_probs is None; expected --algo.advantage.is_correction_level"):
+    with pytest.raises(
+        MissingBehaviorLogProbs, match="^rollout_log_probs is None; expected --algo.advantage.is_correction_level"
+    ):
         engine.Run(6, missing=True)
 
 

@@ -34,8 +34,6 @@ def run_job(folder: Path) -> Callable[..., dict[str, list[Any]]]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-        return {
-            name: [torch.load(folder / name / f"{rank}.pt", weights_only=False) for rank in range(ranks)] for name in cases
-        }
+        return {name: [torch.load(folder / name / f"{rank}.pt", weights_only=False) for rank in range(ranks)] for name in cases}
 
     return run

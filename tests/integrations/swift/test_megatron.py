@@ -38,13 +38,17 @@ class Parent:
 
     def _on_train_step_batch(self, encoded_batches: list[dict[str, Any]]) -> None: ...
 
-    def compute_per_token_logps(self, model: Any, data_iterator: Iterator[Any], no_grad: bool = True, temperature: float = 1.0) -> Any:
+    def compute_per_token_logps(
+        self, model: Any, data_iterator: Iterator[Any], no_grad: bool = True, temperature: float = 1.0
+    ) -> Any:
         return next(data_iterator)["current"], None
 
     def loss_func(self, output_tensor: torch.Tensor, data: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
         return output_tensor.sum() * math.nan, {"loss": torch.tensor(math.nan), "of the parent": 1}
 
-    def _all_reduce_metric(self, metric: dict[str, torch.Tensor], reduction: Any = None, group: Any = None) -> dict[str, torch.Tensor]:
+    def _all_reduce_metric(
+        self, metric: dict[str, torch.Tensor], reduction: Any = None, group: Any = None
+    ) -> dict[str, torch.Tensor]:
         return metric
 
 
@@ -238,7 +242,15 @@ def test_the_hooks_are_as_released() -> None:
     assert rlhf["compute_per_token_logps"] == ["self", "model", "data_iterator", "no_grad", "temperature"]
     assert base["_all_reduce_metric"] == ["self", "metric", "reduction", "group"]
     text = ast.unparse(source(trainers + "grpo_trainer.py")) + ast.unparse(source(trainers + "rollout_mixin.py"))
-    for attribute in ("temperature", "steps_per_generation", "beta", "kl_in_reward", "overlong_filter", "_step", "vllm_version_ge_0_10_2"):
+    for attribute in (
+        "temperature",
+        "steps_per_generation",
+        "beta",
+        "kl_in_reward",
+        "overlong_filter",
+        "_step",
+        "vllm_version_ge_0_10_2",
+    ):
         assert f"self.{attribute} = " in text
     # The hook gets the micro-batches of one optimizer step, before the step is counted.
     assert "self._on_train_step_batch(encoded_batches)\n        self._step += 1" in text
