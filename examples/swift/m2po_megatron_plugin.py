@@ -1,4 +1,4 @@
-"""Turns M2PO on in Megatron-SWIFT: megatron rlhf --rlhf_type grpo --external_plugins examples/swift/m2po_megatron_plugin.py ..."""
+"""Turns M2PO on in Megatron-SWIFT: megatron rlhf --rlhf_type grpo --external_plugins THIS_FILE ..."""
 
 from m2po_kernels.integrations.swift_megatron import register
 

@@ -39,7 +39,7 @@ def register(*, m2_threshold: float = 0.04, scope: str = "quadrants") -> None:
 
 
 class _Buffer(NaiveReplayBuffer):
-    """Notes which micro-batches were fetched: the trainer fetches those of a whole optimizer step before it trains on the first."""
+    """Notes what was fetched: the trainer fetches all micro-batches of an optimizer step before it trains on the first."""
 
     fetched: list[Any]
 
@@ -93,7 +93,7 @@ class M2POTrainer(ppo_actor.ActorPPOTrainer):  # type: ignore[misc]
 
     @property
     def _ranks(self) -> Any:
-        """Those that hold different samples. Ring attention and tensor parallelism leave each rank with all log-probs of its own."""
+        """Those with different samples; ranks of ring attention or tensor parallelism hold the same log-probs."""
         return self.strategy.ds_device_mesh["dp"]
 
     @property

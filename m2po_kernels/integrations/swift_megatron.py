@@ -1,4 +1,4 @@
-"""M2PO in ms-swift's Megatron GRPO trainer. A plugin file for `--external_plugins` calls `register()`; see docs/integrations/swift.md."""
+"""M2PO in ms-swift's Megatron GRPO trainer. A plugin file calls `register()`; see docs/integrations/swift.md."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def register(*, m2_threshold: float = 0.04, scope: str = "quadrants") -> None:
 
 
 class M2POMegatronTrainer(MegatronGRPOTrainer):
-    """ms-swift's Megatron GRPO trainer with the M2PO loss: one selection for each optimizer step, over its data-parallel ranks."""
+    """ms-swift's Megatron GRPO trainer with the M2PO loss: one selection for each optimizer step, over data-parallel ranks."""
 
     m2_threshold = 0.04
     scope = "quadrants"
@@ -60,8 +60,8 @@ class M2POMegatronTrainer(MegatronGRPOTrainer):
         # Right after a generation the weights are those that its log-probs were computed with.
         moved = self._step % self.steps_per_generation != 0
         try:
-            # Tensor-parallel ranks, and context-parallel ones after ms-swift has put the log-probs together, hold the same tokens:
-            # each selects over its own data-parallel group, and all get the same selection.
+            # Tensor-parallel ranks, and context-parallel ones after ms-swift has put the log-probs together, hold the same
+            # tokens: each selects over its own data-parallel group, and all get the same selection.
             self._window = select_window(
                 (self._micro_batch(data, moved) for data in encoded_batches),
                 m2_threshold=self.m2_threshold,

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # AReaL compiles its log-softmax; eager gives the same in less time
+
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # paper.py
 
 
 class _Anything(ModuleType):
     """A module of which every attribute is there."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,8 +1,9 @@
 """The adapter in AReaL's own PPOActor and FSDP engine, on a CPU.
 
-Training is in fp32. The bound 1e-6 on the relative difference of a gradient to the fp64 reference is 17 roundings of 2^-24: the model is some
-10 operations one after another, each of which rounds once or twice forward and again backward, and roundings of independent sign
-add up as the root of their number, which makes 5 to 7. One other token in the selection changes a gradient by 1e-2 or more.
+Training is in fp32. The bound 1e-6 on the relative difference of a gradient to the fp64 reference is 17 roundings of 2^-24: the
+model is some 10 operations one after another, each of which rounds once or twice forward and again backward, and roundings of
+independent sign add up as the root of their number, which makes 5 to 7. One other token in the selection changes a gradient by
+1e-2 or more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import areal.engine
 import engine
+import paper
 import pytest
 import reference
 import torch
@@ -63,7 +65,7 @@ def test_gradient_is_that_of_the_whole_batch(name: str, tmp_path: Path) -> None:
     assert set(run.n_micro_batches) == {n}
     for batch, weights, gradient in zip(run.batches, run.weights, run.gradients, strict=True):
         wanted = reference.gradient(engine.Bigrams(), weights, [batch], **of_reference)
-        assert reference.difference(gradient, wanted) < BOUND
+        assert paper.difference(gradient, wanted) < BOUND
 
 
 def test_areals_own_option_gives_another_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +73,7 @@ def test_areals_own_option_gives_another_gradient(tmp_path: Path, monkeypatch: p
     ours = engine.run(tmp_path, ppo_n_minibatches=1, mb_spec=MicroBatchSpec(n_mbs=4))
     monkeypatch.setattr(adapter, "M2POActor", ppo.PPOActor)
     theirs = engine.run(tmp_path, ppo_n_minibatches=1, mb_spec=MicroBatchSpec(n_mbs=4))
-    assert reference.difference(theirs.gradients[0], ours.gradients[0]) > 1e-2
+    assert paper.difference(theirs.gradients[0], ours.gradients[0]) > 1e-2
 
 
 def two_ranks_job(rank: int, folder: str) -> None:
@@ -96,10 +98,10 @@ def test_two_ranks(tmp_path: Path) -> None:
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
     for i, batches in enumerate(zip(*(r["batches"] for r in ranks), strict=True)):
         wanted = reference.gradient(engine.Bigrams(), ranks[0]["weights"][i], list(batches))
-        wrong = reference.gradient(engine.Bigrams(), ranks[0]["weights"][i], list(batches), per_batch=True)
+        wrong = reference.gradient(engine.Bigrams(), ranks[0]["weights"][i], list(batches), per_micro_batch=True)
         for r in ranks:
-            assert reference.difference(r["gradients"][i], wanted) < BOUND
-            assert reference.difference(r["gradients"][i], wrong) > 1e-2
+            assert paper.difference(r["gradients"][i], wanted) < BOUND
+            assert paper.difference(r["gradients"][i], wrong) > 1e-2
     assert all(r["error"].startswith("'logprobs' is not in the batch; expected the rollout's") for r in ranks)
 
 
@@ -139,12 +141,12 @@ def test_refuses_an_actor_without_threshold(tmp_path: Path) -> None:
 
 def test_refuses_a_teacher(tmp_path: Path) -> None:
     run = engine.Engine(engine.config(tmp_path))
-    with pytest.raises(InvalidArgument, match="^teacher must not be set"):
+    with pytest.raises(InvalidArgument, match=r"^teacher must not be set"):
         run.actor.engine.train_batch({"teacher_logp": torch.zeros(1)}, None, None)
 
 
 def test_missing_log_probs(tmp_path: Path) -> None:
-    with pytest.raises(MissingBehaviorLogProbs, match="^'logprobs' is not in the batch; expected the rollout's"):
+    with pytest.raises(MissingBehaviorLogProbs, match=r"^'logprobs' is not in the batch; expected the rollout's"):
         engine.run(tmp_path, missing=True)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # paper.py
 
 
 class _Anything(ModuleType):
     """A module of which every attribute is there."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
     __version__ = "0.99"
 
     def __getattr__(self, name: str) -> Any:

@@ -117,7 +117,7 @@ def actor() -> Actor:
 
 
 def experiences(model: Actor, n: int, *, seed: int, unscored: int = 0, missing: bool = False) -> Iterator[Experience]:
-    """Rollouts of one sequence each, of different lengths, with the log-probs that the current weights and a stale engine give."""
+    """Rollouts of one sequence each, of different lengths, with current log-probs and those of a stale engine."""
     generator = torch.Generator().manual_seed(seed)
 
     def integers(low: int, high: int, size: tuple[int, ...] = (1,)) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """The adapter in OpenRLHF's own ActorPPOTrainer, with its Actor, replay buffer and accumulation, on a CPU.
 
-DeepSpeed is a stand-in that divides losses by the accumulation and averages gradients over the ranks. Training is in fp32. The bound 1e-6 on
-the relative difference of a gradient to the fp64 reference is 17 roundings of 2^-24: the two layers of the model are some 30
-operations one after another, each of which rounds once or twice, and roundings of independent sign add up as the root of their
-number, which makes 6 to 8. One other token in the selection changes a gradient by 1e-2 or more.
+DeepSpeed is a stand-in that divides losses by the accumulation and averages gradients over the ranks.
+Training is in fp32. The bound 1e-6 on the relative difference of a gradient to the fp64 reference is 17 roundings of 2^-24: the
+two layers of the model are some 30 operations one after another, each of which rounds once or twice, and roundings of independent
+sign add up as the root of their number, which makes 6 to 8. One other token in the selection changes a gradient by 1e-2 or more.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import engine
+import paper
 import pytest
 import ray
 import reference
@@ -58,14 +59,14 @@ def test_gradient_is_that_of_the_whole_batch(name: str) -> None:
     assert len(windows) == 2 * options.get("train.max_epochs", 1) == len(run.strategy.gradients)
     for window, weights, gradient in zip(windows, run.strategy.weights, run.strategy.gradients, strict=True):
         wanted = reference.gradient(engine.actor(), weights, window, **of_reference)
-        assert reference.difference(gradient, wanted) < BOUND
+        assert paper.difference(gradient, wanted) < BOUND
 
 
 def test_a_selection_for_each_micro_batch_gives_another_gradient() -> None:
     run = engine.Run(12)
     for window, weights, gradient in zip(run.windows(), run.strategy.weights, run.strategy.gradients, strict=True):
         wrong = reference.gradient(engine.actor(), weights, window, per_micro_batch=True)
-        assert reference.difference(gradient, wrong) > 1e-2
+        assert paper.difference(gradient, wrong) > 1e-2
 
 
 def two_ranks_job(rank: int, folder: str) -> None:
@@ -92,7 +93,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         window = [m for part in parts for m in part]
         wanted = reference.gradient(engine.actor(), ranks[0]["weights"][i], window)
         for r in ranks:
-            assert reference.difference(r["gradients"][i], wanted) < BOUND
+            assert paper.difference(r["gradients"][i], wanted) < BOUND
     assert ranks[0]["status"]["m2/unscored_tokens"] == 12  # one in each of 6 sequences of each rank
     assert all(r["error"].startswith("rollout_log_probs is None; expected --algo.advantage.is_correction_level") for r in ranks)
 
@@ -126,13 +127,13 @@ def test_refuses(changed: dict[str, Any], error: type[Exception]) -> None:
 
 
 def test_refuses_an_optimizer_step_over_two_rollouts() -> None:
-    with pytest.raises(InvalidArgument, match="^--train.batch_size must divide .* has 1 of 3 micro-batches$"):
+    with pytest.raises(InvalidArgument, match=r"^--train\.batch_size must divide .* has 1 of 3 micro-batches$"):
         engine.Run(8)
 
 
 def test_missing_log_probs() -> None:
     with pytest.raises(
-        MissingBehaviorLogProbs, match="^rollout_log_probs is None; expected --algo.advantage.is_correction_level"
+        MissingBehaviorLogProbs, match=r"^rollout_log_probs is None; expected --algo.advantage.is_correction_level"
     ):
         engine.Run(6, missing=True)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE.parent))  # paper.py
 
 
 @pytest.fixture(scope="session")

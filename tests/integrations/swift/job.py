@@ -1,6 +1,7 @@
 """Runs `swift rlhf` with the adapter, once for each case, and writes down what each optimizer step saw.
 
-python job.py FOLDER CASES, or under torchrun. FOLDER has model and data.jsonl; CASES is JSON: name -> {"options": ..., "tweak": ...}.
+python job.py FOLDER CASES, or under torchrun. FOLDER has model and data.jsonl; CASES is JSON: name -> {"options": ..., "tweak":
+...}.
 For each case and rank: FOLDER/name/rank.pt, a list of steps, each with its micro-batches and the gradient before optimizer.step;
 or an "error".
 """
@@ -11,7 +12,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -98,8 +99,8 @@ def _plain(micro_batch: dict[str, Any]) -> dict[str, Any]:
 class Trainer(adapter.M2POTrainer):
     """The adapter under test with a stale rollout engine: noise on its log-probs; notes what is trained on."""
 
-    tweak: dict[str, Any] = {}
-    made: Trainer
+    tweak: ClassVar[dict[str, Any]] = {}
+    made: ClassVar[Trainer]
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

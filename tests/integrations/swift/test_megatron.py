@@ -1,5 +1,5 @@
-"""The Megatron adapter. Megatron does not run on a CPU, so two things are tested: the adapter's own code, with stand-ins for Megatron
-and for the class it inherits from, and that the released source of that class has the hooks which the stand-in has.
+"""The Megatron adapter. Megatron does not run on a CPU, so two things are tested: the adapter's own code, with stand-ins for
+Megatron and for the class it inherits from, and that the released source of that class has the hooks which the stand-in has.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import paper
 import pytest
-import reference
 import torch
 from swift.rl_core.data import GRPOBatch
 
@@ -119,7 +119,7 @@ def batches(seed: int, *, moved: bool) -> list[dict[str, Any]]:
 
 
 def step(trainer: Any, made: list[dict[str, Any]]) -> torch.Tensor:
-    """One optimizer step as Megatron's schedule does it; the gradient with respect to the log-probs, micro-batch by micro-batch."""
+    """One optimizer step as Megatron's schedule does it; the gradient with respect to the log-probs."""
     trainer._on_train_step_batch(made)
     gradients = []
     for data in reversed(made):  # the schedule of a pipeline need not keep their order
@@ -140,10 +140,7 @@ def whole(made: list[dict[str, Any]], *, overlong: bool = False, beta: float = 0
     b, a, ref, mask = (torch.stack([getattr(m["grpo_batch"], name) for m in made]) for name in columns)
     if overlong:
         mask = mask & ~torch.stack([m["grpo_batch"].truncated_mask for m in made])[..., None]
-    x_, b, a, ref = (t[mask].double() for t in (x, b, a, ref))
-    loss = -((x_ - b).exp() * a)[reference.kept(x_.detach() - b, a, 0.04)].sum()
-    q = ref - x_
-    ((loss + beta * (q.exp() - q - 1).sum()) / mask.sum()).backward()
+    paper.loss([paper.Tokens(x[mask], b[mask], a[mask], ref[mask])], kl_coef=beta).backward()
     assert x.grad is not None
     return x.grad
 
@@ -156,7 +153,7 @@ def test_gradient_is_that_of_the_whole_batch(adapter: Any, moved: bool, changed:
     made = batches(5, moved=moved)
     got = step(trainer, made)
     wanted = whole(made, overlong=changed.get("overlong_filter", False), beta=changed.get("beta", 0.0))
-    # exp(d) of a d that is rounded to fp32 (|d| < 4, so by 2^-23), the factors and the sums of its gradient: 8 roundings of 2^-24.
+    # exp(d) of a d that is rounded to fp32 (|d| < 4, so by 2^-23), the factors and the sums of its gradient: 8 times 2^-24.
     torch.testing.assert_close(got.double(), wanted, rtol=2**-21, atol=2**-26)
     metrics = trainer._metrics["train"]
     assert metrics["m2/after"][0] <= 0.04 < metrics["m2/before"][0]
@@ -181,7 +178,7 @@ def test_missing_log_probs(adapter: Any) -> None:
     trainer = adapter.M2POMegatronTrainer(options(), SimpleNamespace(padding_free=False))
     made = batches(5, moved=False)
     made[1]["grpo_batch"].rollout_per_token_logps = None
-    with pytest.raises(MissingBehaviorLogProbs, match="^rollout_per_token_logps is None; expected --use_vllm true"):
+    with pytest.raises(MissingBehaviorLogProbs, match=r"^rollout_per_token_logps is None; expected --use_vllm true"):
         trainer._on_train_step_batch(made)
 
 
@@ -205,7 +202,7 @@ def test_refuses(adapter: Any, changed: dict[str, Any]) -> None:
 
 
 def test_refuses_log_probs_from_before_the_temperature(adapter: Any) -> None:
-    with pytest.raises(InvalidArgument, match="^temperature must be 1.0 unless vLLM is 0.10.2 or newer.*; got 0.7$"):
+    with pytest.raises(InvalidArgument, match=r"^temperature must be 1\.0 unless vLLM is 0\.10\.2 or newer.*; got 0\.7$"):
         adapter.M2POMegatronTrainer(options(temperature=0.7, vllm_is_new=False), None)
 
 
@@ -254,7 +251,8 @@ def test_the_hooks_are_as_released() -> None:
         assert f"self.{attribute} = " in text
     # The hook gets the micro-batches of one optimizer step, before the step is counted.
     assert "self._on_train_step_batch(encoded_batches)\n        self._step += 1" in text
-    # The loss has two results, and is multiplied for a schedule that divides it by their number and averages over data-parallel ranks.
+    # The loss has two results. It is multiplied for a schedule that divides by the micro-batches and averages over data-parallel
+    # ranks.
     assert "dp_size = mpu.get_data_parallel_world_size()\n            normalizer = num_items_in_batch / dp_size" in text
     assert "loss = loss * self.args.num_microbatches" in text
     assert "return (loss, reporting_metric)" in text

@@ -1,9 +1,8 @@
 """The adapter in ms-swift's own trainer: `swift rlhf --rlhf_type grpo` with a tiny Qwen2, on a CPU.
 
-Training is in fp32, as on a GPU without mixed precision. The bound 1e-6 on the relative difference of a gradient to the fp64
-reference is 17 roundings of 2^-24: the two layers of the model are some 30 operations one after another, each of which rounds once or
-twice, and roundings of independent sign add up as the root of their number, which makes 6 to 8. One other token in the selection
-changes a gradient by 1e-2 or more.
+Training is in fp32. The bound 1e-6 on the relative difference of a gradient to the fp64 reference is 17 roundings of 2^-24: the
+two layers of the model are some 30 operations one after another, each of which rounds once or twice, and roundings of independent
+sign add up as the root of their number, which makes 6 to 8. One other token in the selection changes a gradient by 1e-2 or more.
 """
 
 from __future__ import annotations
@@ -57,7 +56,8 @@ ONE_RANK: dict[str, dict[str, Any]] = {
     "windows-across-iterations": {"options": layout(2, 3, 2)},
     "kl-and-cap": {"options": layout(2, 2, 2, beta=0.05, delta=1.2), "reference": {"kl_coef": 0.05, "ratio_cap": 1.2}},
     "overlong": {
-        "options": layout(2, 2, overlong_filter="true", max_completion_length=40, max_length=128),
+        # A seed with which no completion is empty: for one ms-swift 4.6.0 takes the prompt's log-probs too, and stops.
+        "options": layout(2, 2, overlong_filter="true", max_completion_length=40, max_length=128, seed=7, learning_rate=1e-4),
         "reference": {"overlong_filter": True},
     },
     "unscored": {"options": layout(2, 4), "tweak": {"unscored": True}},
@@ -107,7 +107,7 @@ def check(case: dict[str, Any], ranks: list[Any], model: Any) -> None:
         wanted = reference.gradient(model, steps[0]["weights"], micro_batches, **case.get("reference", {}))
         for step in steps:
             assert paper.difference(step["gradient"], wanted) < BOUND
-        assert METRICS <= steps[0]["logs"].keys()
+        assert steps[0]["logs"].keys() >= METRICS
 
 
 @pytest.mark.parametrize("name", ONE_RANK)
@@ -188,19 +188,19 @@ def options(**changed: Any) -> SimpleNamespace:
     ids=lambda changed: next(iter(changed)),
 )
 def test_refuses_what_m2po_does_not_go_with(changed: dict[str, Any]) -> None:
-    ((name, value),) = changed.items()
+    (name,) = changed
     with pytest.raises(InvalidArgument, match=rf"^{name} must be .* for M2PO, as .*; got "):
         adapter.M2POTrainer(args=options(**changed), template=SimpleNamespace(sequence_parallel_size=1))
 
 
 def test_refuses_sequence_parallelism() -> None:
-    with pytest.raises(InvalidArgument, match="^sequence_parallel_size must be 1 for M2PO, as .*; got 2$"):
+    with pytest.raises(InvalidArgument, match=r"^sequence_parallel_size must be 1 for M2PO, as .*; got 2$"):
         adapter.M2POTrainer(args=options(), template=SimpleNamespace(sequence_parallel_size=2))
 
 
 def test_refuses_to_split_a_micro_batch() -> None:
     trainer = SimpleNamespace(model=SimpleNamespace(training=True), args=SimpleNamespace(per_device_train_batch_size=4))
-    with pytest.raises(InvalidArgument, match="^per_device_train_batch_size must be at least .*; got 4$"):
+    with pytest.raises(InvalidArgument, match=r"^per_device_train_batch_size must be at least .*; got 4$"):
         adapter.M2POTrainer._compute_loss_chunked(trainer)
 
 
