@@ -113,7 +113,9 @@ def actor() -> Actor:
         tie_word_embeddings=False,
     )
     config._attn_implementation = "eager"
-    return Actor(Qwen2ForCausalLM(config))
+    made = Actor(Qwen2ForCausalLM(config))
+    made.packing_samples = False  # which it sets for a model that it loads itself
+    return made
 
 
 def experiences(model: Actor, n: int, *, seed: int, unscored: int = 0, missing: bool = False) -> Iterator[Experience]:
@@ -152,13 +154,9 @@ def experiences(model: Actor, n: int, *, seed: int, unscored: int = 0, missing: 
 
 
 @contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
-    """The trainer asks CUDA for its device."""
-    with (
-        mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")),
-        mock.patch("torch.cuda.synchronize"),
-        mock.patch("openrlhf.trainer.ppo_utils.replay_buffer.torch.device", side_effect=lambda name: name),
-    ):
+def without_cuda(device: Any) -> Iterator[None]:
+    """The trainer asks CUDA for its device; it gets this one."""
+    with mock.patch("torch.cuda.current_device", return_value=device), mock.patch("torch.cuda.synchronize"):
         yield
 
 
@@ -169,7 +167,7 @@ def trainer(
     model = actor()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    with on_cpu():
+    with without_cuda(0):  # the buffer makes a torch.device of its number, which nothing here uses
         made = M2POTrainer(
             strategy,
             model,
@@ -199,9 +197,8 @@ class Run:
         made.training_step = training_step  # type: ignore[method-assign]
         torch.manual_seed(seed)
         for experience in experiences(made.actor, samples, seed=seed + 100 * dist.get_rank(), unscored=unscored, missing=missing):
-            with on_cpu():
-                made.replay_buffer.append(experience)
-        with on_cpu():
+            made.replay_buffer.append(experience)
+        with without_cuda(torch.device("cpu")):
             self.status = made.ppo_train(0.0)
 
     def windows(self) -> Iterator[list[dict[str, torch.Tensor]]]:

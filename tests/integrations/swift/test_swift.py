@@ -124,16 +124,20 @@ def test_gradient_is_that_of_the_whole_batch_of_two_ranks(name: str, two_ranks: 
 
 @pytest.mark.parametrize("name", ["two-windows-of-a-generation", "one-window-of-a-generation"])
 def test_a_selection_for_each_micro_batch_gives_another_gradient(name: str, one_rank: Any, model: Any) -> None:
+    differences = []
     for step in one_rank[name][0]:
         wrong = reference.gradient(model, step["weights"], step["micro_batches"], per_micro_batch=True)
-        assert paper.difference(step["gradient"], wrong) > 1e-2
+        differences.append(paper.difference(step["gradient"], wrong))
+    assert max(differences) > 1e-2
 
 
 def test_a_selection_for_each_rank_gives_another_gradient(two_ranks: Any, model: Any) -> None:
+    differences = []
     for steps in zip(*two_ranks["ranks-one-window"], strict=True):
         micro_batches = [m for step in steps for m in step["micro_batches"]]
         wrong = reference.gradient(model, steps[0]["weights"], micro_batches, per_micro_batch=True)
-        assert paper.difference(steps[0]["gradient"], wrong) > 1e-2
+        differences.append(paper.difference(steps[0]["gradient"], wrong))
+    assert max(differences) > 1e-2
 
 
 def test_the_logger_gets_the_metrics_of_the_whole_batch(two_ranks: Any) -> None:
