@@ -28,7 +28,7 @@ def register() -> None:
     areal.engine.FSDPPPOActor = M2POFSDPPPOActor
 
 
-class M2POFSDPPPOActor(FSDPPPOActor):  # type: ignore[misc]
+class M2POFSDPPPOActor(FSDPPPOActor):
     """AReaL's FSDP actor; with `actor.m2_threshold` set its PPO update is that of `M2POActor`."""
 
     def __init__(self, config: Any):
@@ -37,7 +37,7 @@ class M2POFSDPPPOActor(FSDPPPOActor):  # type: ignore[misc]
             self.actor = M2POActor(config, self)
 
 
-class M2POActor(PPOActor):  # type: ignore[misc]
+class M2POActor(PPOActor):
     """AReaL's PPO algorithm with the M2PO loss: one selection for each mini-batch, over its data-parallel ranks."""
 
     def __init__(self, config: Any, engine: Any):
@@ -95,14 +95,16 @@ class _Engine:
         log_probs = self._engine.forward(input_=data, aggregate_fn=lambda parts: torch.cat(parts, dim=-1))
         # They end with the longest sequence, the batch where it is padded to.
         log_probs = torch.nn.functional.pad(log_probs, (0, data["loss_mask"].shape[1] - log_probs.shape[1]))
-        behavior, advantages, mask = (
-            None if x is None else x.to(log_probs.device) for x in map(data.get, ("logprobs", "advantages", "loss_mask"))
+        behavior = data.get("logprobs")
+        micro_batch = MicroBatch(
+            log_probs,
+            None if behavior is None else behavior.to(log_probs.device),
+            data["advantages"].to(log_probs.device),
+            data["loss_mask"].to(log_probs.device),
         )
         group = self._engine.data_parallel_group
         try:
-            window = select_window(
-                [MicroBatch(log_probs, behavior, advantages, mask)], m2_threshold=self._m2_threshold, group=group
-            )
+            window = select_window([micro_batch], m2_threshold=self._m2_threshold, group=group)
         except MissingBehaviorLogProbs as error:
             raise MissingBehaviorLogProbs(
                 f"'logprobs' is not in the batch; expected the rollout's from the workflow ({error})"

@@ -49,14 +49,16 @@ class _Buffer(NaiveReplayBuffer):
         return experience
 
 
-class M2POTrainer(ppo_actor.ActorPPOTrainer):  # type: ignore[misc]
+class M2POTrainer(ppo_actor.ActorPPOTrainer):
     """OpenRLHF's actor trainer with the M2PO loss: one selection for each optimizer step, over its data-parallel ranks."""
+
+    replay_buffer: Any
 
     def __init__(self, *args: Any, m2_threshold: float = 0.04, scope: str = "quadrants", **kwargs: Any):
         check_version("openrlhf")
         super().__init__(*args, **kwargs)
         self._check_options()
-        self._settings = {"m2_threshold": m2_threshold, "scope": scope}
+        self._settings: dict[str, Any] = {"m2_threshold": m2_threshold, "scope": scope}
         plain = self.replay_buffer
         self.replay_buffer = _Buffer(plain.sample_batch_size, plain.limit, plain.cpu_offload, plain.packing_samples)
         self.replay_buffer.fetched = []

@@ -139,6 +139,7 @@ class M2POTrainer(GRPOTrainer):
         if not self.model.training:
             return loss, metrics
         assert self._window is not None
+        assert log_probs is not None
         share = self._window.shares[self._step % self.args.gradient_accumulation_steps]
         out = m2po_loss(
             log_probs,
