@@ -100,7 +100,7 @@ class Trainer(adapter.M2POTrainer):
     """The adapter under test with a stale rollout engine: noise on its log-probs; notes what is trained on."""
 
     tweak: ClassVar[dict[str, Any]] = {}
-    made: ClassVar[Trainer]
+    made: ClassVar[Trainer | None] = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -135,13 +135,13 @@ def run(folder: Path, name: str, options: dict[str, Any], tweak: dict[str, Any])
     arguments = {**OPTIONS, **paths, "add_version": "false", **options}
     if "RANK" in os.environ:
         arguments["ddp_backend"] = "gloo"
-    Trainer.tweak = tweak
+    Trainer.tweak, Trainer.made = tweak, None
     adapter.register(m2_threshold=tweak.get("m2_threshold", 0.04))
     TrainerFactory.TRAINER_MAPPING["grpo"] = f"{__name__}.Trainer"
     result: Any
     try:
         rlhf_main([str(x) for key, value in arguments.items() for x in (f"--{key}", value)])
-        result = Trainer.made.steps
+        result = Trainer.made.steps if Trainer.made else None  # None: a plugin has chosen another class
     except M2POError as error:
         result = {"error": f"{type(error).__name__}: {error}"}
     rank = dist.get_rank() if dist.is_initialized() else 0

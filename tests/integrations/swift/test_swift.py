@@ -7,6 +7,7 @@ sign add up as the root of their number, which makes 6 to 8. One other token in 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -24,6 +25,7 @@ from m2po_kernels.errors import InvalidArgument
 from m2po_kernels.integrations import swift as adapter
 
 BOUND = 1e-6
+EXAMPLE = Path(__file__).parents[3] / "examples" / "swift" / "m2po_plugin.py"
 METRICS = {
     "m2/before",
     "m2/after",
@@ -80,6 +82,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "refuse-straddling": (layout(2, 3), "gradient_accumulation_steps must divide steps_per_generation * num_iterations"),
     "refuse-temperature": (layout(2, 2, temperature=0.7), "temperature must be 1.0 unless use_vllm is true"),
 }
+PLUGIN = {"plugin": {"options": layout(2, 2, external_plugins=str(EXAMPLE))}}
 MISSING_ON_RANK_1 = {"missing": {"options": layout(2, 2), "tweak": {"missing_on_rank": 1}}}
 
 
@@ -91,7 +94,8 @@ def model(folder: Path) -> Any:
 @pytest.fixture(scope="session")
 def one_rank(run_job: Callable[..., Any], folder: Path) -> dict[str, list[Any]]:
     RESTART["resumed"]["options"]["resume_from_checkpoint"] = str(folder / "through" / "out" / "checkpoint-2")
-    return run_job({**ONE_RANK, **RESTART, **{name: {"options": options} for name, (options, _) in REFUSED.items()}})
+    refused = {name: {"options": options} for name, (options, _) in REFUSED.items()}
+    return run_job({**ONE_RANK, **RESTART, **refused, **PLUGIN})
 
 
 @pytest.fixture(scope="session")
@@ -157,6 +161,12 @@ def test_a_restart_goes_on_with_the_same_gradients(one_rank: Any) -> None:
     for a, b in zip(through[2:], resumed, strict=True):
         assert paper.difference(b["gradient"], a["gradient"]) == 0
         assert b["logs"]["m2/cut"] == a["logs"]["m2/cut"]
+
+
+def test_the_example_turns_it_on(one_rank: Any, folder: Path) -> None:
+    """As an external plugin, without anything of job.py: it puts the adapter's own class into the place of the recording one."""
+    lines = [json.loads(line) for line in (folder / "plugin" / "out" / "logging.jsonl").read_text().splitlines()]
+    assert len([line for line in lines if line.get("m2/threshold") == 0.04]) == 4
 
 
 @pytest.mark.parametrize("name", REFUSED)
