@@ -20,12 +20,16 @@ CMAKE_ENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 # The tests are of the native backend too wherever there is a compiler: there a build that fails must fail them.
 TEST_BUILD := $(or $(M2PO_BUILD),$(if $(HAVE_CXX),cpu,none))
 
-.PHONY: demo test test-integrations ctest no-ctest bench lint wheel wheel-check install clean
+.PHONY: demo stale test test-integrations ctest no-ctest bench lint wheel wheel-check install clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.extra-cli
 	$(BIN)/m2po demo
+
+# The comparison on stale rollouts, all of it: rows, pictures and the table of docs/stale.md. Interrupted, it goes on where it stopped.
+stale: $(VENV)/.extra-stale
+	$(BIN)/m2po stale --out examples/stale_rollouts/results --into docs/stale.md
 
 test: $(VENV)/.extra-test $(VENV)/.built-$(TEST_BUILD) $(if $(HAVE_GTEST),ctest,no-ctest)
 	M2PO_BUILD=$(TEST_BUILD) $(BIN)/python -m pytest

@@ -52,12 +52,12 @@ def progress_bar() -> Progress:
     )
 
 
-def need(module: str) -> ModuleType:
-    """The module, or a CliError that says how to install it."""
+def need(module: str, extra: str = "cli") -> ModuleType:
+    """The module, or a CliError that says which extra of this package brings it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise CliError(f"{error.name} is not installed; run: pip install 'm2po-kernels[cli]'") from error
+        raise CliError(f"{error.name} is not installed; run: pip install 'm2po-kernels[{extra}]'") from error
 
 
 def print_json(value: Any) -> None:
