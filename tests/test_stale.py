@@ -70,7 +70,7 @@ def model_of(place):
 def test_solutions_earn_the_reward_and_nothing_else_does():
     sums = task.Task((2, 4, 6, 8))
     prompts = sums.prompts(64, policy.generator(0))
-    responses, mask = sums.solutions(prompts)
+    responses, mask = sums.solutions(prompts, 0.0, policy.generator(1))
     assert sums.rewards(prompts, responses).eq(1).all()
     assert (task.valid_tokens(responses) == mask).all()
     assert mask.sum(1).tolist() == [3, 5, 7, 9] * 16
@@ -79,13 +79,22 @@ def test_solutions_earn_the_reward_and_nothing_else_does():
     silent = torch.full_like(responses, task.END)
     for bad in (wrong, endless, silent):
         assert sums.rewards(prompts, bad).eq(0).all()
+    # One mistake in each step or none: n steps of right work have the probability 0.8 ** n, and mistakes may cancel.
+    prompts = sums.prompts(4096, policy.generator(2))
+    noisy = sums.rewards(prompts, sums.solutions(prompts, 0.2, policy.generator(3))[0])
+    earned = [float(noisy[level::4].mean()) for level in range(4)]
+    assert earned == sorted(earned, reverse=True)
+    for value, n in zip(earned, sums.levels, strict=True):
+        # 1024 prompts: 5 standard deviations are at most 0.08; 1 / 9 of what is left cancels at most.
+        assert 0.8**n - 0.08 < value < 0.8**n + (1 - 0.8**n) / 9 + 0.08
 
 
 def test_a_worked_prompt():
-    sums = task.Task((4,))
-    prompts = torch.tensor([[3, 8, 5, 1, task.EQUALS]])
-    responses, _ = sums.solutions(prompts)
-    assert responses.tolist() == [[3, 1, 6, 7, task.END, task.END]]
+    sums = task.Task((4, 5))
+    prompts = torch.tensor([[3, 8, 5, 1, task.PAD, task.EQUALS]])
+    responses, mask = sums.solutions(prompts, 0.0, policy.generator(0))
+    assert responses.tolist() == [[3, 1, 6, 7, task.END, task.END, task.END]]
+    assert mask.tolist() == [[True] * 5 + [False] * 2]
 
 
 def batch_of(seed: int, n: int = 16, length: int = 6) -> arms.Batch:

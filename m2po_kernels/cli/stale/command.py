@@ -19,7 +19,7 @@ from .report import Comparison
 
 def stale(
     quick: Annotated[bool, typer.Option("--quick", help="A shorter training on fewer seeds and ages: under 3 minutes.")] = False,
-    seeds: Annotated[int | None, typer.Option(help="How many seeds; default 5, with --quick 3.", min=1)] = None,
+    seeds: Annotated[int | None, typer.Option(help="How many seeds; default 5, with --quick 2.", min=1)] = None,
     workers: Annotated[int | None, typer.Option(help="Processes, one thread each; default: cores, at most 8.", min=1)] = None,
     out: Annotated[Path, typer.Option(help="Folder for rows.jsonl, stale.png and curves.png.")] = Path("out/stale"),
     runs_dir: Annotated[Path, typer.Option("--runs", help="Folder for finished runs, which are not run again.")] = Path(

@@ -60,6 +60,8 @@ def _draw(comparison: Comparison, panels: tuple[Panel, ...], path: Path) -> None
             axis.set_axisbelow(True)
             axis.spines[["top", "right"]].set_visible(False)
         line[0].set_ylabel(label, fontsize=9)
+        if (label, logarithmic) == REWARD[1:]:
+            line[0].set_ylim(0, 1)
     for axis, age in zip(axes[0], ages, strict=True):
         axis.set_title(f"rollouts {age} updates old" if age else "fresh rollouts (k = 0)", fontsize=10)
     for axis in axes[-1]:

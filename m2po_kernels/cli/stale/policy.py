@@ -80,7 +80,7 @@ class Engine:
     def load(self, model: Any) -> None:
         torch._foreach_copy_(list(self.model.parameters()), list(model.parameters()))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def sample(self, prompts: Tensor, random: torch.Generator) -> Rollouts:
         """One response to each prompt at temperature 1, by inverting the distribution function at uniform numbers.
 
@@ -101,9 +101,7 @@ class Engine:
         responses = torch.stack(chosen, 1)
         rewards = self.task.rewards(prompts, responses)
         mask = tasks.valid_tokens(responses)
-        # clone(): inference tensors cannot be saved for a backward.
-        made = Rollouts(prompts, responses, mask, torch.stack(scores, 1), torch.stack(entropies, 1), rewards)
-        return Rollouts(*(tensor.clone() for tensor in made))
+        return Rollouts(prompts, responses, mask, torch.stack(scores, 1), torch.stack(entropies, 1), rewards)
 
 
 def warm_start(plan: Plan, task: Task, seed: int) -> tuple[Any, int]:
@@ -113,7 +111,7 @@ def warm_start(plan: Plan, task: Task, seed: int) -> tuple[Any, int]:
     engine = Engine(model, task)
     for step in range(1, plan.warm_limit + 1):
         prompts = task.prompts(plan.warm_batch, generator(seed, 1, step))
-        responses, mask = task.solutions(prompts)
+        responses, mask = task.solutions(prompts, plan.warm_mistakes, generator(seed, 6, step))
         log_probs, _ = response_log_probs(model, prompts, responses)
         loss = -(log_probs * mask).sum() / mask.sum()
         loss.backward()
