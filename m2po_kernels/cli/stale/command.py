@@ -57,20 +57,20 @@ def _run(quick: bool, seeds: int | None, workers: int | None, folder: Path, fres
         plan = replace(plan, seeds=seeds)
     if workers is None:
         workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
-    start, already = time.perf_counter(), 0
+    start = time.perf_counter()
+    first: int | None = None  # how many were done when this session began
     console = stderr_console()
     with progress_bar() as progress:
         task = progress.add_task("warm starts and runs", total=None)
 
         def finished(done: int, total: int, line: str) -> None:
-            nonlocal already
-            seconds = time.perf_counter() - start
-            if seconds < 1 and not already:
-                already = done
-            left = seconds / max(done - already, 1) * (total - done)
+            nonlocal first
+            minutes = (time.perf_counter() - start) / 60
+            first = done - 1 if first is None else first
+            left = minutes / (done - first) * (total - done)
             progress.update(task, completed=done, total=total)
             shown = progress.console if console.is_terminal else console
-            shown.print(f"[{done}/{total}] {line}; about {left / 60:.1f} min left", markup=False)
+            shown.print(f"[{done}/{total}] {line}; {left:.1f} minutes left at this rate", markup=False, soft_wrap=True)
 
         made = runs.run_all(plan, folder, workers, fresh, finished)
     facts = {

@@ -65,7 +65,8 @@ def response_log_probs(model: Any, prompts: Tensor, responses: Tensor) -> tuple[
     """
     tokens = torch.cat([prompts, responses[:, :-1]], dim=1)
     logits = model(tokens, use_cache=False, logits_to_keep=responses.shape[1]).logits
-    return selective_log_softmax(logits, responses, return_entropy=True)
+    log_probs, entropy = selective_log_softmax(logits, responses, return_entropy=True)
+    return log_probs, entropy
 
 
 class Engine:

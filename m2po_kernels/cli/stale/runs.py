@@ -48,7 +48,7 @@ def facts(plan: Plan, workers: int) -> dict[str, Any]:
 
 
 def run_all(plan: Plan, folder: Path, workers: int, fresh: bool, finished: Callable[[int, int, str], None]) -> list[Finished]:
-    """All runs, in the plan's order. `finished(done, of, line)` is called after each warm start and run.
+    """All runs, in the plan's order. `finished(done, of, line)` is called after each warm start and run made now.
 
     folder: where the files of the runs are, in one subfolder for each plan and set of versions; `fresh` empties it first.
     """
@@ -64,8 +64,6 @@ def run_all(plan: Plan, folder: Path, workers: int, fresh: bool, finished: Calla
     missing = [run for run in plan.runs() if run not in made]
     seeds = [seed for seed in dict.fromkeys(run.seed for run in missing) if not _warm_file(place, seed).is_file()]
     total, done = len(seeds) + len(plan.runs()), len(made)
-    if made:
-        finished(done, total, f"{done} of {len(plan.runs())} runs are in {place} already")
     if missing:
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare_worker)
@@ -95,10 +93,10 @@ def warm(plan: Plan, place: Path, seed: int) -> str:
 
 def execute(plan: Plan, place: Path, run: Run) -> Finished:
     """One run from the warm start of its seed, also written to its file."""
-    start = time.perf_counter()
+    start = time.process_time()
     model = new_model(plan, run.seed)
     model.load_state_dict(torch.load(_warm_file(place, run.seed), weights_only=True))
-    result = Finished(train(model, plan, run), round(time.perf_counter() - start, 1))
+    result = Finished(train(model, plan, run), round(time.process_time() - start, 1))
     path = _run_file(place, run)
     path.with_suffix(".part").write_text(json.dumps(result._asdict()) + "\n")
     os.replace(path.with_suffix(".part"), path)
