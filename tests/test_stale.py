@@ -230,7 +230,7 @@ def test_runs_repeat_bit_for_bit_and_go_on_where_they_stopped(tmp_path):
     lines.clear()
     resumed = runs.run_all(TINY, tmp_path / "a", 1, False, lambda done, total, line: lines.append(line))
     assert [made.row for made in resumed] == rows
-    assert len(lines) == 1 + len(removed)
+    assert len(lines) == len(removed)
 
 
 def test_other_plans_have_other_folders():
@@ -295,7 +295,7 @@ def test_the_page_holds_the_table_of_the_rows():
     page = (ROOT / "docs" / "stale.md").read_text()
     block = page.split(report.BEGIN)[1].split(report.END)[0].strip()
     rows = ROOT / "examples" / "stale_rollouts" / "results" / "rows.jsonl"
-    assert block == report.table(report.load(rows))
+    assert block == (report.table(report.load(rows)) if rows.is_file() else "")  # empty until there are rows
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from .report import Comparison, Interval
 # Okabe and Ito's colours, told apart by colour-blind readers; on-policy GRPO is black.
 COLOURS = {"grpo": "#d55e00", "free": "#999999", "m2po": "#0072b2", "areal": "#cc79a7", "repository": "#009e73"}
 BASE = "on-policy GRPO"
+BAND_SEEDS = 3  # Student's t for two seeds would fill the panels
 
 # The curves of a panel with their line styles, the label of its axis, and whether that is logarithmic.
 Panel = tuple[tuple[tuple[str, str], ...], str, bool]
@@ -70,7 +71,8 @@ def _draw(comparison: Comparison, panels: tuple[Panel, ...], path: Path) -> None
     handles.insert(0, pyplot.Line2D([], [], color="black", lw=1.4, label=BASE))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     seeds = len(comparison.seeds)
-    figure.suptitle(f"Training on stale rollouts: mean of {seeds} seeds, 95 % confidence bands", fontsize=11)
+    bands = "95 % confidence bands" if seeds >= BAND_SEEDS else f"no bands with fewer than {BAND_SEEDS}"
+    figure.suptitle(f"Training on stale rollouts: mean of {seeds} seeds, {bands}", fontsize=11)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110, format="png", metadata={"Software": None})
@@ -94,7 +96,8 @@ def _curve(axis: Any, comparison: Comparison, points: list[Interval], name: str,
     evaluated = len(points) == updates // every + 1
     x = [i * every if evaluated else (i + 0.5) * every for i in range(len(points))]
     mean = [point.mean for point in points]
-    half = [0.0 if math.isnan(point.half) else point.half for point in points]
+    known = len(comparison.seeds) >= BAND_SEEDS
+    half = [point.half if known and not math.isnan(point.half) else 0.0 for point in points]
     z = 3 if in_front else 2
     axis.plot(x, mean, color=colour, ls=style, lw=1.6 if in_front else 1.2, zorder=z)
     # On a logarithmic axis a band that reaches 0 ends at a tenth of the mean.
