@@ -20,7 +20,7 @@ CMAKE_ENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 # The tests are of the native backend too wherever there is a compiler: there a build that fails must fail them.
 TEST_BUILD := $(or $(M2PO_BUILD),$(if $(HAVE_CXX),cpu,none))
 
-.PHONY: demo test test-integrations ctest no-ctest bench lint wheel wheel-check install clean
+.PHONY: demo test test-integrations ctest no-ctest bench docs lint wheel wheel-check install clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -48,6 +48,11 @@ test-%: tests/integrations/%/requirements.txt
 bench: $(VENV)/.extra-bench $(VENV)/.built-$(TEST_BUILD)
 	$(BIN)/python -m bench.compare
 	$(BIN)/python -m bench.report
+	$(BIN)/python -m bench.tables
+
+# The site, in build/site. A link that leads nowhere, or a page without a line in mkdocs.yml, is an error.
+docs: $(VENV)/.extra-docs
+	$(BIN)/mkdocs build --strict
 
 lint: $(VENV)/.extra-lint
 	$(BIN)/ruff check .
