@@ -48,13 +48,12 @@ def commands(page: Path) -> list[Command]:
         if block[1] in _SHELL:
             for line in block[2].replace("\\\n", " ").splitlines():
                 found += _split(line.strip().removeprefix("$ "), name, whole=True)
-    prose = _FENCE.sub("", text)
-    for line in prose.splitlines():
-        if re.match(r" {4,}\S", line) and _COMMAND.match(line.strip()):
-            found += _split(line.strip(), name, whole=True)
-        elif not line.startswith("    "):
-            spans = re.findall(r"(?<!`)`([^`]+)`(?!`)", line)
-            found += [c for span in spans if _COMMAND.match(span) and " " in span for c in _split(span, name, whole=False)]
+    for paragraph in re.split(r"\n\s*\n", _FENCE.sub("", text)):
+        lines = paragraph.splitlines()
+        typed = [line for line in lines if re.match(r" {4,}\S", line)]
+        found += [c for line in typed if _COMMAND.match(line.strip()) for c in _split(line.strip(), name, whole=True)]
+        spans = re.findall(r"(?<!`)`([^`]+)`(?!`)", " ".join(line for line in lines if line not in typed))
+        found += [c for span in spans if _COMMAND.match(span) and " " in span for c in _split(span, name, whole=False)]
     return found
 
 

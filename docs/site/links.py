@@ -16,7 +16,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-# README.md says in short what the pages say; whoever links to it means the beginning.
+# README.md says in short what the pages say, and is none of them; a link to a part of it leads to the first page.
 ON_SITE = {**{ROOT / name: DOCS / page for name, page in ROOT_PAGES.items()}, ROOT / "README.md": DOCS / "index.md"}
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
@@ -44,6 +44,8 @@ def rewrite(markdown: str, place: Path, folder: Path, repo_url: str | None) -> s
         if not path or re.match(r"[a-z]+:", target):
             return link.group()
         file = Path(os.path.normpath(folder / path))
+        if file == ROOT / "README.md":
+            hash_ = anchor = ""
         file = ON_SITE.get(file, file)
         if file.is_relative_to(DOCS) or not file.exists():
             if folder == place.parent and not path.startswith(".."):
