@@ -1,7 +1,7 @@
 """The tables of docs/tuning.md: how near each path comes to what its bytes or products allow, and the numbers set for each chip.
 
-`python -m bench.tables` puts them there. A path's share of the roofline is taken within one run: the time that a copy (or the products
-alone) would need for what must move, over the time that was measured.
+`python -m bench.tables` puts them there. A path's share of the roofline is taken within one run: the time that a copy (or the
+products alone) would need for what must move, over the time that was measured.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def _lines(file: Path, rows: list[Row]) -> list[list[str]]:
             for part in ("forward", "backward"):
                 if row.get(f"{part}_percent_of_copy") is not None:
                     share = f"{row[f'{part}_percent_of_copy']:.0f} %"
-                    lines.append([row["device"], f"{row['what']}, {part}", row["case"], row["backend"], _ms(row[f"{part}_ms"]), share])
+                    lines.append(
+                        [row["device"], f"{row['what']}, {part}", row["case"], row["backend"], _ms(row[f"{part}_ms"]), share]
+                    )
     elif file.stem.endswith(LOGITS):
         for row in own:  # forward reads the logits; backward reads and writes them; the copy reads and writes them
             case = row["case"].removeprefix("logits/").replace("/", " ")
@@ -95,7 +97,12 @@ def _triton() -> list[str]:
         "NVIDIA, 16-bit log-probs": tuning.NVIDIA_HALF,
         "AMD": tuning.AMD,
     }
-    lines = ["### Triton kernels, by family", "", _line(["family", *(f"`{n}`" for n in names)]), _line(["---", *["---:"] * len(names)])]
+    lines = [
+        "### Triton kernels, by family",
+        "",
+        _line(["family", *(f"`{n}`" for n in names)]),
+        _line(["---", *["---:"] * len(names)]),
+    ]
     for name, config in configs.items():
         lines.append(_line([name, *(str(getattr(config, n) or "free") for n in names)]))
     return lines

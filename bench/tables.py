@@ -1,4 +1,4 @@
-"""Every table of the documents that is made from rows or computed: `python -m bench.tables` writes them, `--check` says which are stale.
+"""Every table of the documents that is made from rows or computed: `python -m bench.tables` writes them.
 
     README.md                  bench.report, from the rows of bench.compare and bench.logits
     bench/results/*.md         bench.report and bench.linear_report, from the rows beside them

@@ -34,7 +34,15 @@ def block() -> str:
     """A line for each set of current log-probs."""
     batches = {figures.column: _batch(figures.column) for figures in ROLLOUT_FIGURES}
     sequences, valid = len(batches["log_probs_step1"].d), int(batches["log_probs_step1"].valid.sum())
-    head = ["optimizer steps", "T", "Algorithm 1", "AReaL's mask", "repository's clip", "its bounds on the ratio", "PPO's clip 0.2"]
+    head = [
+        "optimizer steps",
+        "T",
+        "Algorithm 1",
+        "AReaL's mask",
+        "repository's clip",
+        "its bounds on the ratio",
+        "PPO's clip 0.2",
+    ]
     lines = [
         f"Of {valid:,} valid tokens, how many are dropped or clipped at tau = {TAU}; in brackets the same done in {PARTS} "
         f"micro-batches of {sequences // PARTS} sequences.",

@@ -10,7 +10,9 @@ ROOT = Path(__file__).resolve().parents[1]
 _FENCE = re.compile(r"^ {0,3}```(\w*)[^\n]*\n(.*?)^ {0,3}```", re.MULTILINE | re.DOTALL)
 _SHELL = ("bash", "console", "sh", "shell")
 # How a line of an indented block, or a span in backticks, begins if it is a command; variables may stand before it.
-_COMMAND = re.compile(r"(?:[A-Z_0-9]+=\S* )*(?:\.venv/bin/)?(make|m2po|pip|python|git|pre-commit|apt-get|bench/gpu\.sh|\.ci/run)\b")
+_COMMAND = re.compile(
+    r"(?:[A-Z_0-9]+=\S* )*(?:\.venv/bin/)?(make|m2po|pip|python|git|pre-commit|apt-get|bench/gpu\.sh|\.ci/run)\b"
+)
 
 
 class Command(NamedTuple):

@@ -67,7 +67,9 @@ def _megatron(named: dict[str, Any], group: Any, model: nn.Module, batches: list
     return grads, int(selection.metrics.dropped_tokens)
 
 
-def split_head(rank: int, groups: dict, hidden: Tensor, weight: Tensor, ids: Tensor, batch: tuple) -> tuple[float, Tensor, Tensor]:
+def split_head(
+    rank: int, groups: dict, hidden: Tensor, weight: Tensor, ids: Tensor, batch: tuple
+) -> tuple[float, Tensor, Tensor]:
     """Loss, d hidden and d weight with the head split unevenly over two ranks."""
     loss_fn = run_python(VOCABULARY, {})["split_head_loss"]
     start, end = (0, 40) if rank == 0 else (40, len(weight))

@@ -1,7 +1,7 @@
 """Every block of Python in docs/ and in the READMEs is executed.
 
-- A page's blocks run one after the other, in a folder of its own. README.md too, whose `diff` block is for TRL: its names are looked up.
-- docs/distributed.md: the first block needs a trainer around it and is run in test_docs.py; the recipes are run here, on two ranks.
+- A page's blocks run one after the other, in a folder of its own. README.md too; its `diff` is for TRL: its names are looked up.
+- docs/distributed.md: the first block needs a trainer around it and is run in test_docs.py; the recipes run here, on two ranks.
 - docs/integrations/ and examples/: written for a framework that is not installed here; the tests in tests/integrations run the
   adapters with the real ones. Here: what those blocks import from this package exists.
 - docs/rollout-files.md and docs/real-model.md are run here as well where their libraries are there.
@@ -35,7 +35,9 @@ def test_blocks_run(page, tmp_path, monkeypatch):
 
 
 def test_there_are_blocks_to_run():
-    assert {"README.md", "index.md", "vocabulary.md", "variants.md", "troubleshooting.md", "extending.md"} <= {p.name for p in OWN}
+    assert {"README.md", "index.md", "vocabulary.md", "variants.md", "troubleshooting.md", "extending.md"} <= {
+        p.name for p in OWN
+    }
 
 
 def imported(page: Path) -> set[tuple[str, str]]:

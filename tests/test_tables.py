@@ -25,15 +25,16 @@ def test_a_stale_table_is_found(monkeypatch, capsys):
 
 def test_variants_agree_with_the_worked_figures():
     """Algorithm 1's column is the published number of dropped tokens."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in variants.block().splitlines() if line.startswith("|")]
-    dropped = {row[0]: row[2].split(" ")[0] for row in rows[2:]}
+    lines = [line for line in variants.block().splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    dropped = {row[0]: row[2].split(" ")[0] for row in rows}
     assert dropped == {"0, in bf16": "0", "1": "1", "4": "425", "16": "1,227"}
 
 
 def test_roofline_of_made_up_rows():
     gpu = {**FACTS, "what": "loss", "case": "loss/1024/0.5", "forward_ms": 0.5, "backward_ms": 1.0}
     gpu |= {"forward_percent_of_copy": 91.4, "backward_percent_of_copy": 80.0}
-    cpu = {**FACTS, "device": "Some CPU", "backend": "native", "what": "forward", "tokens": 1024, "share": 0.005, "median_ms": 2.0}
+    cpu = {"device": "Some CPU", "backend": "native", "what": "forward", "tokens": 1024, "share": 0.005, "median_ms": 2.0}
     text = roofline.block({Path("x-gpu-tokens.jsonl"): [gpu], Path("cpu.jsonl"): [{**cpu, "times_copy": 0.5}]})
     assert "| Some GPU | loss, forward | loss/1024/0.5 | cuda | 0.5 | 91 % |" in text
     assert "| Some GPU | loss, backward | loss/1024/0.5 | cuda | 1 | 80 % |" in text

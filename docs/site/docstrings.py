@@ -1,7 +1,7 @@
 """The docstrings as Markdown, for mkdocstrings: lines that say what an argument is become a list.
 
-They are written to be read in the source and in help(), as `name, other: what they are`, with what does not fit on a line indented
-below. As Markdown all of these would run into one paragraph.
+They are written to be read in the source and in help(), as `name, other: what they are`, with what does not fit on a line
+indented below. As Markdown all of these would run into one paragraph.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What mkdocs is told beyond mkdocs.yml: pages made of files in the root, and links that leave docs/.
 
-The documents are written to be read in the repository, where a link to CHANGELOG.md or to a source file leads there. On the site the
-first is a page; the second leads to the repository if mkdocs.yml says where that is (repo_url), and is plain text else.
+The documents are written to be read in the repository, where a link to CHANGELOG.md or to a source file leads there. On the site
+the first is a page; the second leads to the repository if mkdocs.yml says where that is (repo_url), and is plain text else.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def rewrite(markdown: str, place: Path, folder: Path, repo_url: str | None) -> str:
-    """`markdown` of the page at `place` in docs/, whose links are relative to `folder`. What leads nowhere stays, for mkdocs to find."""
+    """`markdown` of the page at `place`, whose links are relative to `folder`. What leads nowhere stays, for mkdocs to find."""
 
     def replaced(link: re.Match) -> str:
         image, text, target = link.groups()
