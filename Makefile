@@ -20,7 +20,7 @@ CMAKE_ENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 # The tests are of the native backend too wherever there is a compiler: there a build that fails must fail them.
 TEST_BUILD := $(or $(M2PO_BUILD),$(if $(HAVE_CXX),cpu,none))
 
-.PHONY: demo test test-integrations ctest no-ctest bench docs lint wheel wheel-check install clean
+.PHONY: demo test test-integrations ctest no-ctest bench lint wheel wheel-check install clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -52,6 +52,7 @@ bench: $(VENV)/.extra-bench $(VENV)/.built-$(TEST_BUILD)
 
 # The site, in build/site. A link that leads nowhere, or a page without a line in mkdocs.yml, is an error. The variable turns off
 # the theme's notice that it is maintained until May 2027, and by whom its successor is made.
+.PHONY: docs
 docs: $(VENV)/.extra-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -17,6 +17,9 @@ from . import report_gpu
 from .contenders import LABELS, TASKS
 from .machine import RESULTS, ROOT
 
+# Ends of the names of files that other commands make pages of:
+DISTRIBUTED = "-distributed"  # bench.distributed, whose table is in docs/distributed.md
+LINEAR = "-linear"  # bench.linear; bench.linear_report makes its page
 LOGITS = "-logits"  # the end of the name of a file that bench.logits wrote
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 # Blue, orange, green and purple of Okabe and Ito's set, told apart by colour-blind readers, and grey for the copy.
@@ -275,12 +278,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", type=Path, help="rows; default: every .jsonl in bench/results")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="where the table goes, between marker comments")
     args = parser.parse_args(argv)
-    files = args.files or [file for file in sorted(RESULTS.glob("*.jsonl")) if mine(file)]
+    files = args.files or [file for file in sorted(RESULTS.glob("*.jsonl")) if not file.stem.endswith((DISTRIBUTED, LINEAR))]
     if not files:
         parser.error(f"no rows in {RESULTS}: run `python -m bench.compare` first")
     for file in files:
         if not file.is_file():
             parser.error(f"files: {file} is no file; expected JSON lines as bench.compare writes them")
+    if not args.files:
+        files = [file for file in files if mine(file)]
     for page, text in made(files, args.readme).items():
         page.write_text(text)
         print(f"{page} written", file=sys.stderr)

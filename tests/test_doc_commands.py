@@ -115,7 +115,7 @@ def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("files")
     with safe_open(BUNDLED, framework="pt") as file:
         whole = {name: file.get_tensor(name)[:8].contiguous() for name in file.keys()}  # noqa: SIM118 (it is no dict)
-    whole["log_probs"] = whole["log_probs_step4"]
+    whole["log_probs"] = whole["log_probs_step4"].clone()
     save_file(whole, made / FILES[0])
     lists = {name: whole[name].tolist() for name in ("log_probs", "behavior_log_probs", "advantages", "mask")}
     renamed = {"log_probs": "logprobs", "behavior_log_probs": "vllm_logprobs"}
@@ -132,7 +132,7 @@ def can_run(command: Command) -> bool:
     return command.whole and (name == "doctor" or (name == "inspect" and given[0].startswith((*FILES, "m2po_kernels/"))))
 
 
-@pytest.mark.parametrize("command", filter(can_run, of("m2po")), ids=ids)
+@pytest.mark.parametrize("command", [c for c in of("m2po") if can_run(c)], ids=ids)
 def test_m2po_runs_it(command, folder, monkeypatch):
     monkeypatch.chdir(folder)
     asked = words(command)[1:]
