@@ -22,6 +22,10 @@ OURS = ("native", "eager", "cuda", "triton", "m2po")
 COPY_TRAFFIC = 34  # bytes that bench.compare's copy of 17 B a token moves, read and written
 # What must move, B a token: fp32 log-probs, behaviour log-probs, advantages a token, a bool mask; the gradient in fp32.
 MUST_MOVE = {"select": 14, "forward": 13, "forward_backward_reused": 30}
+# Peak GB/s of the memory, by the vendors' data sheets (NVIDIA A100 80GB SXM, H100 SXM, H200 SXM, GeForce RTX 4090; AMD Instinct
+# MI300X); B200 as its driver reports bus and clock (pytorch/ao pull request 4002, March 2026).
+PEAK = {"A100 80GB SXM": 2039, "RTX 4090": 1008, "H100 SXM": 3350, "H200 SXM": 4800, "B200": 7672, "MI300X": 5300}
+LOGITS_SHAPE = (4096, 151_936)  # bf16
 Row = dict[str, Any]
 
 
@@ -34,7 +38,7 @@ def block(rows_of: dict[Path, list[Row]]) -> str:
     gpus = any(row.get("forward_percent_of_copy") for rows in rows_of.values() for row in rows)
     if not gpus:
         lines += ["", "GPUs: not measured yet; `bench/gpu.sh` makes the rows."]
-    return "\n".join([*lines, "", *_cuda(), "", *_triton()])
+    return "\n".join([*lines, "", *_chips(), "", *_cuda(), "", *_triton()])
 
 
 def _lines(file: Path, rows: list[Row]) -> list[list[str]]:
@@ -69,6 +73,26 @@ def _lines(file: Path, rows: list[Row]) -> list[list[str]]:
                 path = row["what"].replace("forward_backward_reused", "forward + backward, one gradient buffer")
                 lines.append([row["device"], path, case, row["backend"], _ms(row["median_ms"]), f"{share:.0f} %"])
     return lines
+
+
+def _chips() -> list[str]:
+    """What each chip's memory would need, by arithmetic."""
+    rows, columns = LOGITS_SHAPE
+    moved = {
+        "loss, forward, 2^20 tokens": MUST_MOVE["forward"] << 20,
+        "forward + backward": MUST_MOVE["forward_backward_reused"] << 20,
+        f"log-probs of {rows} x {columns} bf16 logits, forward + backward": 3 * 2 * rows * columns,
+    }
+    lines = [
+        "### Rooflines of chips",
+        "",
+        "By arithmetic: the bytes that must move at the memory's published peak, in microseconds. No copy reaches the peak, and",
+        "small batches stay in a cache or are bound by the launch. Not times of these kernels.",
+        "",
+        _line(["chip", "peak, GB/s", *moved]),
+        _line(["---", *["---:"] * (1 + len(moved))]),
+    ]
+    return lines + [_line([chip, f"{peak:,}", *(_ms(n / peak / 1e3) for n in moved.values())]) for chip, peak in PEAK.items()]
 
 
 def _cuda() -> list[str]:

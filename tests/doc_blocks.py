@@ -43,13 +43,15 @@ def run_python(page: Path, namespace: dict[str, Any], first: int = 0) -> dict[st
 
 
 def commands(page: Path) -> list[Command]:
-    """Those in shell blocks (every line), in indented blocks and in backticks (what begins as a command does)."""
+    """Every line of shell blocks and step of workflows; of indented blocks and backticks what begins as a command does."""
     text, found = page.read_text(), []
     name = str(page.relative_to(ROOT))
     for block in _FENCE.finditer(text):
         if block[1] in _SHELL:
             for line in block[2].replace("\\\n", " ").splitlines():
                 found += _split(line.strip().removeprefix("$ "), name, whole=True)
+        if block[1] == "yaml":  # the steps of a workflow
+            found += [c for line in re.findall(r"run: (.+)$", block[2], re.MULTILINE) for c in _split(line, name, whole=True)]
     for paragraph in re.split(r"\n\s*\n", _FENCE.sub("", text)):
         lines = paragraph.splitlines()
         typed = [line for line in lines if re.match(r" {4,}\S", line)]

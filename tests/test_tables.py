@@ -47,6 +47,7 @@ def test_tuning_numbers_are_read_from_their_files():
     text = roofline.block({})
     assert "| 90 | 768 | 72 | H100, H200: 228 KB" in text
     assert "| NVIDIA | 1024 | 8 | 2 | 128 | 2048 | 8 |" in text
+    assert "| H200 SXM | 4,800 | 2.84 | 6.55 | 778 |" in text  # 13 B and 30 B x 2^20, 3 x 2 B x 4096 x 151,936, over 4.8 TB/s
 
 
 def test_files_of_other_commands_are_left_alone(tmp_path):
