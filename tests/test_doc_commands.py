@@ -1,7 +1,7 @@
 """Every command that the documents tell a reader to type is run by a test, or checked to exist as it is written.
 
-Taken from: shell blocks, steps of workflows, indented blocks, and what stands in backticks and begins as a command (doc_blocks.commands). A line of a
-shell block that is none of the following fails the test.
+Taken from: shell blocks, steps of workflows, indented blocks, and what stands in backticks and begins as a command
+(doc_blocks.commands). A line of a shell block that is none of the following fails the test.
 
 | command | here | run by |
 | --- | --- | --- |
