@@ -56,6 +56,13 @@ test-%: tests/integrations/%/requirements.txt $(VENV)/.built-$(TEST_BUILD)
 bench: $(VENV)/.extra-bench $(VENV)/.built-$(TEST_BUILD)
 	$(BIN)/python -m bench.compare
 	$(BIN)/python -m bench.report
+	$(BIN)/python -m bench.tables
+
+# The site, in build/site. A link that leads nowhere, or a page without a line in mkdocs.yml, is an error. The variable turns off
+# the theme's notice that it is maintained until May 2027, and by whom its successor is made.
+.PHONY: docs
+docs: $(VENV)/.extra-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(VENV)/.extra-lint
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -93,8 +94,9 @@ def draw(rows: list[dict], out: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command."""
-    given = sys.argv[1:] if argv is None else argv
-    files = [Path(name) for name in given] or sorted(machine.RESULTS.glob("*-linear.jsonl"))
+    parser = argparse.ArgumentParser(prog="python -m bench.linear_report", description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path, help="rows; default: bench/results/*-linear.jsonl")
+    files = parser.parse_args(argv).files or sorted(machine.RESULTS.glob("*-linear.jsonl"))
     for file in files:
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         plot = file.with_suffix(".png")

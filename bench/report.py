@@ -245,15 +245,32 @@ def _ratio(row: dict) -> str:
     return f"{row['times_copy']:.2f}" if row else ""
 
 
-def _gpu_pages(files: list[Path]) -> None:
-    """A page for each GPU, of its rows of tokens and of logits."""
-    pages: dict[Path, list[Path]] = {}
+def mine(file: Path) -> bool:
+    """Whether a file of rows is one that this command makes pages of: of bench.compare, of bench.logits, or of a GPU run."""
+    with file.open() as rows:
+        first = json.loads(rows.readline() or "{}")
+    return report_gpu.is_gpu(file) or file.stem.endswith(LOGITS) or first.get("what") in TASKS
+
+
+def made(files: list[Path], readme: Path) -> dict[Path, str]:
+    """What each page is that `files` of rows go into: those beside them, and README.md with its tables."""
+    pages: dict[Path, str] = {}
+    gpus: dict[Path, list[Path]] = {}
+    blocks = []
     for file in files:
-        page = file.with_name(file.stem.removesuffix(report_gpu.LOGITS).removesuffix(report_gpu.TOKENS) + "-gpu.md")
-        pages.setdefault(page, []).append(file)
-    for page, own in pages.items():
-        page.write_text(report_gpu.page(own))
-        print(f"{page} written", file=sys.stderr)
+        if report_gpu.is_gpu(file):
+            page = file.with_name(file.stem.removesuffix(report_gpu.LOGITS).removesuffix(report_gpu.TOKENS) + "-gpu.md")
+            gpus.setdefault(page, []).append(file)
+        elif file.stem.endswith(LOGITS):
+            blocks.append(logits_summary([json.loads(line) for line in file.read_text().splitlines()]))
+        else:
+            results = Results(file)
+            pages[file.with_suffix(".md")] = every_case(results)
+            blocks.append(summary(results))
+    pages |= {page: report_gpu.page(own) for page, own in gpus.items()}
+    if blocks:
+        pages[readme] = put_between_markers(readme.read_text(), "\n\n".join(blocks), str(readme))
+    return pages
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -270,22 +287,15 @@ def main(argv: list[str] | None = None) -> int:
     for file in files:
         if not file.is_file():
             parser.error(f"files: {file} is no file; expected JSON lines as bench.compare writes them")
-    _gpu_pages([file for file in files if report_gpu.is_gpu(file)])
-    files = [file for file in files if not report_gpu.is_gpu(file)]
-    blocks = []
+    if not args.files:
+        files = [file for file in files if mine(file)]
+    for page, text in made(files, args.readme).items():
+        page.write_text(text)
+        print(f"{page} written", file=sys.stderr)
     for file in files:
-        if file.stem.endswith(LOGITS):
-            blocks.append(logits_summary([json.loads(line) for line in file.read_text().splitlines()]))
-            continue
-        results = Results(file)
-        file.with_suffix(".md").write_text(every_case(results))
-        plot(results, file.with_suffix(".png"))
-        blocks.append(summary(results))
-        print(f"{file.with_suffix('.md')} and {file.with_suffix('.png')} written", file=sys.stderr)
-    if not blocks:
-        return 0
-    args.readme.write_text(put_between_markers(args.readme.read_text(), "\n\n".join(blocks), str(args.readme)))
-    print(f"{args.readme}: table replaced", file=sys.stderr)
+        if not report_gpu.is_gpu(file) and not file.stem.endswith(LOGITS):
+            plot(Results(file), file.with_suffix(".png"))
+            print(f"{file.with_suffix('.png')} written", file=sys.stderr)
     return 0
 
 

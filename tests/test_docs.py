@@ -81,8 +81,8 @@ def test_the_twelve_tokens_of_one_sweep():
 
 
 def test_the_step_of_distributed_runs():
-    """As it stands in docs/distributed.md: its loss and gradient are those of the unsplit batch."""
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "distributed.md").read_text(), re.MULTILINE | re.DOTALL)
+    """The first block of docs/distributed.md, as it stands there: its loss and gradient are those of the unsplit batch."""
+    code, *_ = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "distributed.md").read_text(), re.MULTILINE | re.DOTALL)
     generator = torch.Generator().manual_seed(0)
     x, noise, advantages = (torch.randn(4, 20, dtype=torch.float64, generator=generator) for _ in range(3))
     weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)

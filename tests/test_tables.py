@@ -1,0 +1,63 @@
+"""The tables of the documents are what their rows say; a stale one is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench import report, roofline, tables, variants
+
+ROOT = Path(__file__).parents[1]
+FACTS = {"device": "Some GPU", "backend": "cuda"}
+
+
+def test_no_table_is_stale():
+    assert tables.stale() == [], "run `python -m bench.tables`"
+    assert tables.main(["--check"]) == 0
+
+
+def test_a_stale_table_is_found(monkeypatch, capsys):
+    true = variants.block
+    monkeypatch.setattr(variants, "block", lambda: true().replace("1,227", "1,228"))
+    assert tables.stale() == ["docs/variants.md"]
+    assert tables.main(["--check"]) == 1
+    assert "docs/variants.md is stale: run `python -m bench.tables`" in capsys.readouterr().err
+
+
+def test_variants_agree_with_the_worked_figures():
+    """Algorithm 1's column is the published number of dropped tokens."""
+    lines = [line for line in variants.block().splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    dropped = {row[0]: row[2].split(" ")[0] for row in rows}
+    assert dropped == {"0, in bf16": "0", "1": "1", "4": "425", "16": "1,227"}
+
+
+def test_roofline_of_made_up_rows():
+    gpu = {**FACTS, "what": "loss", "case": "loss/1024/0.5", "forward_ms": 0.5, "backward_ms": 1.0}
+    gpu |= {"forward_percent_of_copy": 91.4, "backward_percent_of_copy": 80.0}
+    cpu = {"device": "Some CPU", "backend": "native", "what": "forward", "tokens": 1024, "share": 0.005, "median_ms": 2.0}
+    text = roofline.block({Path("x-gpu-tokens.jsonl"): [gpu], Path("cpu.jsonl"): [{**cpu, "times_copy": 0.5}]})
+    assert "| Some GPU | loss, forward | loss/1024/0.5 | cuda | 0.5 | 91 % |" in text
+    assert "| Some GPU | loss, backward | loss/1024/0.5 | cuda | 1 | 80 % |" in text
+    assert "| Some CPU | forward | 2^10 tokens, 0.5% candidates | native | 2 | 76 % |" in text  # 13 / 34 / 0.5
+    assert "not measured yet" not in text
+    assert "GPUs: not measured yet" in roofline.block({})
+
+
+def test_tuning_numbers_are_read_from_their_files():
+    text = roofline.block({})
+    assert "| 90 | 768 | 72 | H100, H200: 228 KB" in text
+    assert "| NVIDIA | 1024 | 8 | 2 | 128 | 2048 | 8 |" in text
+    assert "| H200 SXM | 4,800 | 2.84 | 6.55 | 778 |" in text  # 13 B and 30 B x 2^20, 3 x 2 B x 4096 x 151,936, over 4.8 TB/s
+
+
+def test_files_of_other_commands_are_left_alone(tmp_path):
+    for name, row, own in [
+        ("a.jsonl", '{"what": "select"}', True),
+        ("a-logits.jsonl", '{"case": "logits/1x1/bf16"}', True),
+        ("a-linear.jsonl", '{"case": "linear/1"}', False),
+        ("a-other.jsonl", '{"what": "step"}', False),
+        ("empty.jsonl", "", False),
+    ]:
+        file = tmp_path / name
+        file.write_text(row)
+        assert report.mine(file) is own, name
