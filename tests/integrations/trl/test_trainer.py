@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from tiny import Recorded, config, gradient
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from whole import whole_batch
 
 # Training is in fp32, the reference in fp64. A gradient goes through some 20 products and normalisations, each sum of at most
@@ -114,6 +115,29 @@ def test_loss_in_the_log_is_that_of_the_whole_optimizer_batch(out):
     trainer = Recorded(config(out), check)
     trainer.train()
     assert [row["loss"] for row in trainer.state.log_history[:3]] == pytest.approx(check.losses, abs=1e-4)
+
+
+def test_mixture_of_experts_has_its_load_balancing_loss(out):
+    """The same with both heads, and another gradient than without it."""
+    gradients = []
+    for linear, coefficient in [(True, 0.5), (False, 0.5), (True, 0.0)]:
+        torch.manual_seed(0)
+        policy = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                vocab_size=98, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+                pad_token_id=0, eos_token_id=1, bos_token_id=None,
+            )
+        )  # fmt: skip
+        args = config(out, steps=1, linear_log_probs=linear, router_aux_loss_coef=coefficient)
+        Recorded(args, lambda trainer, _: gradients.append(_routed(trainer.model)), policy=policy).train()
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-7)
+    assert (gradients[0] - gradients[2]).norm() > 1e-3 * gradients[2].norm()
+
+
+def _routed(policy: torch.nn.Module) -> torch.Tensor:
+    """An expert that no token chose has no gradient."""
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in policy.parameters()])
 
 
 def test_an_infinite_threshold_drops_nothing(out):
