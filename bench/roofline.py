@@ -61,7 +61,11 @@ def _lines(file: Path, rows: list[Row]) -> list[list[str]]:
     elif any("times_products" in row for row in own):
         for row in own:
             if row.get("times_products"):
-                path, case = "from hidden states, forward + backward", row["case"].removeprefix("linear/").replace("/", " ")
+                path, shape = (
+                    "from hidden states, forward + backward",
+                    f"{row['rows']}x{row['width']}x{row['vocab']} {row['dtype']}",
+                )
+                case = f"{shape}, {row['share_without_advantage']:.0%} without advantage"
                 share = f"{100 / row['times_products']:.0f} % of the products alone"
                 lines.append([row["device"], path, case, row["backend"], _ms(row["median_ms"]), share])
     else:

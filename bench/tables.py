@@ -3,6 +3,7 @@
     README.md                  bench.report, from the rows of bench.compare and bench.logits
     bench/results/*.md         bench.report and bench.linear_report, from the rows beside them
     docs/distributed.md        bench.report_distributed, from the rows of bench.distributed
+    docs/real-model.md         bench.real_model_report, from the rows of bench.real_model
     docs/tuning.md             bench.roofline, from all rows, and the numbers of the tuning files
     docs/variants.md           bench.variants, computed
 
@@ -16,7 +17,7 @@ import json
 import sys
 from pathlib import Path
 
-from . import linear_report, report, report_distributed, roofline, variants
+from . import linear_report, real_model_report, report, report_distributed, roofline, variants
 from .machine import RESULTS, ROOT
 
 
@@ -27,8 +28,9 @@ def made() -> dict[Path, str]:
     for file in files:
         if file.stem.endswith("-linear"):
             pages[file.with_suffix(".md")] = linear_report.page(_rows(file), file.with_suffix(".png").name)
-        if file.stem.endswith("-distributed"):
-            pages[report_distributed.PAGE] = _with(report_distributed.PAGE, report_distributed.block(_rows(file)))
+        for end, maker in (("-distributed", report_distributed), ("-real-model", real_model_report)):
+            if file.stem.endswith(end):
+                pages[maker.PAGE] = _with(maker.PAGE, maker.block(_rows(file)))
     pages[roofline.PAGE] = _with(roofline.PAGE, roofline.block({file: _rows(file) for file in files}))
     variants_page = ROOT / "docs" / "variants.md"
     pages[variants_page] = _with(variants_page, variants.block())

@@ -18,7 +18,7 @@ def test_no_table_is_stale():
 def test_a_stale_table_is_found(monkeypatch, capsys):
     true = variants.block
     monkeypatch.setattr(variants, "block", lambda: true().replace("1,227", "1,228"))
-    assert tables.stale() == ["docs/variants.md"]
+    assert "docs/variants.md" in tables.stale()
     assert tables.main(["--check"]) == 1
     assert "docs/variants.md is stale: run `python -m bench.tables`" in capsys.readouterr().err
 
