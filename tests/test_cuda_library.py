@@ -13,12 +13,8 @@ import simt
 import torch
 
 import m2po_kernels
+from bench import cuda_report
 from m2po_kernels import compiled
-
-try:
-    from bench import cuda_report
-except ImportError:
-    pytest.skip("bench/ is not beside the package", allow_module_level=True)
 
 PACKAGE = Path(m2po_kernels.__file__).parent
 QUICK = ("sm_90",)
