@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
     bias: Tensor | None  # [V]
     lora_a: Tensor | None  # [r, H]
     lora_b: Tensor | None  # [V, r]
-    token_ids: Tensor  # [N]
+    token_ids: Tensor  # int32 or int64 [N]
     temperatures: Tensor | None  # [N]
     rows: Tensor | None  # bool [N]: which tokens are computed; None: all
 

@@ -286,7 +286,7 @@ def _call(
         bias,
         lora_a,
         lora_b,
-        token_ids.reshape(-1).to(torch.int64),
+        token_ids.reshape(-1),
         None if temperatures is None else temperatures.reshape(-1),
         None,
     )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import ops, ops_logits  # noqa: F401  (register torch.ops.m2po_kernels)
+from .. import ops  # noqa: F401  (registers torch.ops.m2po_kernels)
 from ..errors import InvalidArgument
 from ..inputs import wide_dtype
 from ..results import COUNTS, FLOATS
@@ -49,20 +49,8 @@ def _split(args: tuple) -> tuple[Inputs, LinearArgs]:
     return Inputs(*args[:N_INPUTS]), LinearArgs.of_args(*args[N_INPUTS : N_INPUTS + _N_ARGS])
 
 
-def _prepared(args: tuple) -> tuple[Inputs, LinearArgs]:
-    """The inputs with what stands where nothing is computed out of the way, and the values checked where that is free."""
-    inputs, linear = _split(args)
-    ids, temperatures = inputs.token_ids, inputs.temperatures
-    if inputs.rows is not None:
-        ids = torch.where(inputs.rows, ids, 0)
-        temperatures = None if temperatures is None else torch.where(inputs.rows, temperatures, 1.0)
-    if ids.device.type == "cpu" and ids.numel():
-        ops_logits.check_values(ids, temperatures, linear.vocab_size)
-    return inputs._replace(token_ids=ids, temperatures=temperatures), linear
-
-
 def _log_probs(*args):
-    inputs, linear = _prepared(args)
+    inputs, linear = _split(args)
     with torch.no_grad(), torch.autocast(inputs.hidden.device.type, enabled=False):
         walk = Walk(inputs, linear, with_gradients=False)
         log_probs, entropy = _empty_results(inputs, linear)
@@ -84,14 +72,15 @@ def _empty_results(inputs: Inputs, linear: LinearArgs) -> tuple[Tensor, Tensor]:
 
 
 def _log_probs_backward(grad_log_probs, grad_entropy, *args):
-    inputs, linear = _prepared(args)
+    inputs, linear = _split(args)
     flows = grad_log_probs != 0
     if grad_entropy is not None:
         flows = flows | (grad_entropy != 0)
     if inputs.rows is not None:
         flows = flows & inputs.rows
-        grad_log_probs = torch.where(inputs.rows, grad_log_probs, 0.0)
-        grad_entropy = None if grad_entropy is None else torch.where(inputs.rows, grad_entropy, 0.0)
+        if not linear.gather_rows:
+            grad_log_probs = torch.where(inputs.rows, grad_log_probs, 0.0)
+            grad_entropy = None if grad_entropy is None else torch.where(inputs.rows, grad_entropy, 0.0)
     with torch.no_grad(), torch.autocast(inputs.hidden.device.type, enabled=False):
         walk = Walk(inputs, linear, with_gradients=True)
         for tokens in walk.tokens(flows):
@@ -105,7 +94,7 @@ def _log_probs_backward(grad_log_probs, grad_entropy, *args):
 
 
 def _loss(*args):
-    inputs, linear = _prepared(args)
+    inputs, linear = _split(args)
     batch = Batch(inputs.hidden, *args[N_INPUTS + _N_ARGS : N_INPUTS + _N_ARGS + _N_BATCH])  # log_probs: set once they are known
     rule = Rule.of_args(*args[N_INPUTS + _N_ARGS + _N_BATCH :])
     with torch.no_grad(), torch.autocast(inputs.hidden.device.type, enabled=False):

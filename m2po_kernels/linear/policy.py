@@ -85,12 +85,15 @@ def loss_forward(inputs: Inputs, batch: Batch, rule: Rule, args: LinearArgs) -> 
     assert inputs.rows is not None
     walk = Walk(inputs, args, with_gradients=True)
     n, dtype, device = inputs.token_ids.shape[0], args.sum_dtype, inputs.hidden.device
-    log_probs = torch.zeros(n, dtype=dtype, device=device)
+    to_compute = walk.tokens(inputs.rows)  # before anything else of that length: finding them takes three times what they do
+    # A token that is not computed has the behaviour's log-prob until the end: there d is 0, which no sum takes part in.
+    whole = batch._replace(log_probs=torch.empty(batch.mask.shape, dtype=dtype, device=device).copy_(batch.behavior_log_probs))
+    log_probs = whole.log_probs.view(-1)
     entropy = torch.zeros(n if args.with_entropy else 0, dtype=dtype, device=device)
     coefficients = Coefficients(batch, rule, dtype)
-    waiting = [inputs.token_ids.new_empty(0)]
+    waiting = [torch.empty(0, dtype=walk.index_dtype, device=device)]
     settled = computed = 0
-    for tokens in walk.tokens(inputs.rows):
+    for tokens in to_compute:
         visit = walk.visit(tokens)
         computed += tokens.shape[0]
         log_probs[tokens] = visit.rows.log_prob
@@ -98,20 +101,20 @@ def loss_forward(inputs: Inputs, batch: Batch, rule: Rule, args: LinearArgs) -> 
             entropy[tokens] = visit.rows.entropy
         if walk.gradients.any:
             coefficient, waits = coefficients.on_sight(visit.rows.log_prob, tokens)
-            waiting.append(tokens[waits])
+            waiting.append(tokens[waits].to(walk.index_dtype))
             visit, order = only(visit, (coefficient != 0) & ~waits)
             settled += order.shape[0]
             walk.add_gradient(visit, coefficient[order])
-    whole = batch._replace(log_probs=stand_in(inputs.rows, log_probs, batch))
     loss, scales, cut, counts, floats = OPS.policy_loss(*whole, *rule.args())
     floats = over_computed(floats, inputs.rows, whole, rule)
     recomputed = 0
     if walk.gradients.any:
         final = coefficients.after_cut(whole, cut)
         late = torch.cat(waiting)
-        for tokens in walk.pieces(late[final[late] != 0]):
+        for tokens in walk.pieces(late[final.index_select(0, late) != 0]):
             recomputed += tokens.shape[0]
             walk.add_gradient(walk.visit(tokens), final[tokens])
     work = Work(computed, settled, recomputed)
     rows = torch.tensor([work.computed, work.settled, work.recomputed], dtype=torch.int64)
+    log_probs.masked_fill_(~inputs.rows, 0.0)
     return loss, log_probs, entropy, counts, floats, scales[0].to(dtype), rows, *walk.finish()

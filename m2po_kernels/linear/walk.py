@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..ops_logits import check_values
 from . import softmax
 from .args import Inputs, LinearArgs
 from .head import Head, HeadGradients
@@ -38,6 +39,8 @@ class Walk:
         self.gradients = HeadGradients.zeros(inputs, args) if with_gradients else HeadGradients()
         self._most = chunk_rows(self._row_bytes(), args.max_workspace_bytes)
         self._buffer: Tensor | None = None
+        # Indices of all tokens are kept over the walk; half as wide, they are no more than the log-probs.
+        self.index_dtype = torch.int32 if inputs.token_ids.shape[0] <= torch.iinfo(torch.int32).max else torch.int64
 
     def _row_bytes(self) -> int:
         columns, width = self.head.weight.shape
@@ -50,27 +53,32 @@ class Walk:
         """Indices of the tokens in chunks: of those that `wanted` (bool [N]) names, or of all where rows are not gathered."""
         n, device = self.inputs.token_ids.shape[0], self.inputs.token_ids.device
         if wanted is None or not self.args.gather_rows:
-            for piece in chunks(n, self._most):
-                yield torch.arange(piece.start, piece.stop, device=device)
-        else:
-            yield from self.pieces(wanted.nonzero().flatten())
+            return (torch.arange(piece.start, piece.stop, device=device) for piece in chunks(n, self._most))
+        return self.pieces(wanted.nonzero().flatten().to(self.index_dtype))
 
     def pieces(self, tokens: Tensor) -> Iterator[Tensor]:
         """`tokens` in chunks."""
         for piece in chunks(tokens.shape[0], self._most):
-            yield tokens[piece]
+            yield tokens[piece].to(torch.int64)
 
     def visit(self, tokens: Tensor) -> Visit:
-        """Multiplies these tokens' rows. The logits of the chunk before are gone."""
+        """Multiplies these tokens' rows. The logits of the chunk before are gone. Raises InvalidArgument, on a CPU, for ids or
+        temperatures out of range."""
         inputs, args = self.inputs, self.args
+        ids = inputs.token_ids[tokens].to(torch.int64)
+        temperatures = None if inputs.temperatures is None else inputs.temperatures[tokens]
         positions = tokens // args.tokens * args.positions + (args.first + tokens % args.tokens)
         hidden = inputs.hidden.detach().index_select(0, positions).to(args.dtype)
         if inputs.rows is not None and not args.gather_rows:  # a row without a token may hold anything; 0 * NaN is NaN
-            hidden = torch.where(inputs.rows[tokens, None], hidden, 0.0)
+            has_token = inputs.rows[tokens]
+            hidden = torch.where(has_token[:, None], hidden, 0.0)
+            ids = torch.where(has_token, ids, 0)
+            temperatures = None if temperatures is None else torch.where(has_token, temperatures, 1.0)
+        if ids.device.type == "cpu":
+            check_values(ids, temperatures, args.vocab_size)
         logits = self._logits(tokens.shape[0])
         self.head.logits(hidden, logits)
-        temperatures = None if inputs.temperatures is None else inputs.temperatures[tokens]
-        rows = softmax.forward(logits, inputs.token_ids[tokens], temperatures, args)
+        rows = softmax.forward(logits, ids, temperatures, args)
         return Visit(tokens, positions, hidden, logits, rows)
 
     def _logits(self, n: int) -> Tensor:
