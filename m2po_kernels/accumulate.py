@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ _HEADER = (
 _N_SUMS = 4  # fp64 values of Collected.sums, in a slot per rank, so that every rank adds them in rank order
 _MOST_TOKENS = 1 << 31  # for which the sums have room
 _READ_AT_ONCE = ("cpu",)  # devices whose values the host reads without waiting
+_serial_numbers = count(1)
 
 
 class M2Accumulator:
@@ -63,6 +65,7 @@ class M2Accumulator:
             raise InvalidType(f"dtype must be torch.float32, torch.float64 or None; got {describe(dtype)}")
         self._dtype = dtype
         self._device = None if device is None else torch.empty(0, device=device).device  # with its index
+        self._serial_number = next(_serial_numbers)
         self._parts: list[Part] = []
         self._collected: list[Collected] = []
         self._digests: list[Tensor] = []
@@ -78,10 +81,12 @@ class M2Accumulator:
         advantages: Tensor,
         mask: Tensor,
         *,
+        ref_log_probs: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Part:
         """Takes one micro-batch; returns the handle under which its part of the selection is found. Arguments as in `select`.
 
+        ref_log_probs: what the loss is given, if it has a KL term. Read for `nonfinite` alone: tokens where it is NaN or infinite.
         behavior_log_probs=None is an error that `solve` raises, on every rank of its group, so that none waits for this one.
         On a CPU nothing waits; on other devices the number of candidates is read once.
         Raises InvalidArgument, InvalidType (in m2po_kernels.errors).
@@ -89,20 +94,29 @@ class M2Accumulator:
         if self._solved:
             raise InvalidArgument("add() after solve(): the selection is made; expected a new M2Accumulator for the next batch")
         missing = behavior_log_probs is None
-        batch, _ = check_batch(log_probs, log_probs if missing else behavior_log_probs, advantages, mask, cu_seqlens=cu_seqlens)
+        batch, _ = check_batch(
+            log_probs,
+            log_probs if missing else behavior_log_probs,
+            advantages,
+            mask,
+            ref_log_probs=ref_log_probs,
+            cu_seqlens=cu_seqlens,
+        )
         self._check_like_the_others(log_probs)
         code = checksum(batch) if checking() and not missing else None
-        part = Part(len(self._parts), log_probs.shape, self._n_tokens, code)
-        self._parts.append(part)
-        self._n_tokens += log_probs.numel()
+        part = Part(self._serial_number, len(self._parts), log_probs.shape, self._n_tokens, code)
         if missing:
             self._missing.append(part.index)
-            return part
-        if code is not None:
-            self._digests.append(torch.cat([code, digest(torch.where(mask != 0, log_probs, 0))[None]]))
-        collected = dispatch.load("eager").collect(batch, self._rule)
-        collected.positions.add_(part.start)
-        self._collected.append(collected)
+        else:
+            own = None if code is None else torch.cat([code, digest(torch.where(mask != 0, log_probs, 0))[None]])
+            collected = dispatch.load("eager").collect(batch, self._rule)
+            collected.positions.add_(part.start)
+            self._collected.append(collected)
+            if own is not None:
+                self._digests.append(own)
+        # Only now: where memory ran out before, the caller may try again.
+        self._parts.append(part)
+        self._n_tokens += log_probs.numel()
         return part
 
     @torch.no_grad()
@@ -115,7 +129,7 @@ class M2Accumulator:
         replicated_over: the ranks that hold the same tokens as this one (tensor parallel; context parallel after
             reconstruction). They take no part, and must not be in `group`. M2PO_CHECK=1 compares the tokens: of `group` no two
             ranks may hold the same, of `replicated_over` all must.
-        sync: True: one host sync, after the first of at most 4 all-reduces (8 for float64 log-probs); if nothing is to be
+        sync: the same on all ranks. True: one host sync, after the first of at most 4 all-reduces (8 for float64 log-probs); if nothing is to be
             dropped it was the last. False: all of them and no sync; off a CPU a rank then learns only of its own missing
             behaviour log-probs, and of none of the other errors.
 
@@ -137,7 +151,7 @@ class M2Accumulator:
         first, *others = digits.digits_of(dtype)
 
         # Filled on the device: copying a list there would wait for it.
-        flags = [torch.full((1,), x, device=device) for x in (len(self._missing), int(differ), *self._settings(dtype))]
+        flags = [torch.full((1,), x, device=device) for x in (len(self._missing), int(differ), *self._settings(dtype, sync))]
         header = torch.cat([own.counts[:6], *flags])
         table = digits.histogram(own.v, None, first)
         slots = ranks.slots(own.sums)
@@ -152,7 +166,7 @@ class M2Accumulator:
         reads = sync or device.type in _READ_AT_ONCE
         if reads:
             *read, prefix = torch.cat([header, search.prefix[None]]).tolist()  # the one host sync
-            self._raise_together(dict(zip(_HEADER, read, strict=True)), ranks)
+            self._raise_together(dict(zip(_HEADER, read, strict=True)), ranks, sync)
             drops = prefix >= 0 or not sync
         if drops:
             for digit in others:
@@ -163,15 +177,16 @@ class M2Accumulator:
         if self._missing and not reads:  # only now: the others, who cannot know, have had this rank in every collective
             self._raise_missing(len(self._missing), ranks)
         self._collected.clear()
-        return Selection(own.keep, totals.metrics(search, dtype), tau, self._rule.scope, tuple(self._parts))
+        metrics = totals.metrics(search, dtype)
+        return Selection(own.keep, metrics, tau, self._rule.scope, tuple(self._parts), self._serial_number)
 
     def close(self) -> None:
-        """Raises InvalidArgument if a part was never used in a loss: its tokens were counted, but not trained on."""
+        """Raises InvalidArgument if a part was never used in a loss: its valid tokens were counted, but not trained on."""
         unused = [part.index for part in self._parts if not part.used]
         if unused:
             raise InvalidArgument(
                 f"parts {unused} of {len(self._parts)} were added but never given to a loss as part=; "
-                "expected a loss for each, as all of their tokens count in the selection and the denominator"
+                "expected a loss for each, as their valid tokens count in the selection and the denominator"
             )
 
     def _check_like_the_others(self, log_probs: Tensor) -> None:
@@ -209,9 +224,9 @@ class M2Accumulator:
             torch.cat(positions),
         )
 
-    def _settings(self, dtype: torch.dtype) -> tuple[int, int]:
+    def _settings(self, dtype: torch.dtype, sync: bool) -> tuple[int, int]:
         """What must be the same on all ranks, as a number of 20 bits, and its square: their sums show whether any differs."""
-        named = (float(self._rule.m2_threshold), self._rule.scope, self._rule.nonfinite, str(dtype))
+        named = (float(self._rule.m2_threshold), self._rule.scope, self._rule.nonfinite, str(dtype), bool(sync))
         code = zlib.crc32(repr(named).encode()) >> 12
         return code, code * code
 
@@ -226,15 +241,15 @@ class M2Accumulator:
         check_sharded(ranks, own)
         return differ
 
-    def _raise_together(self, header: dict[str, int], ranks: Ranks) -> None:
+    def _raise_together(self, header: dict[str, int], ranks: Ranks, sync: bool) -> None:
         """Raises what every rank of the group can see in the sums, so that all raise."""
         if header["missing"]:
             self._raise_missing(header["missing"], ranks)
         if ranks.size * header["settings_squared"] != header["settings"] ** 2:
             raise InvalidArgument(
-                "m2_threshold, scope, nonfinite and dtype must be the same on all ranks of group (a rank without tokens takes "
-                f"dtype=torch.float32 unless told otherwise); here {self._rule.m2_threshold}, {self._rule.scope!r}, "
-                f"{self._rule.nonfinite!r}, {self._dtype}, and another rank has others"
+                "m2_threshold, scope, nonfinite, dtype and sync must be the same on all ranks of group (a rank without tokens "
+                f"takes dtype=torch.float32 unless told otherwise); here {self._rule.m2_threshold}, {self._rule.scope!r}, "
+                f"{self._rule.nonfinite!r}, {self._dtype}, sync={sync}, and another rank has others"
             )
         if header["replicas_differ"]:
             raise InvalidArgument(

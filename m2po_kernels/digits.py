@@ -20,7 +20,8 @@ from .exact import INFINITE, LIMB, MASK, Limbs, Unit, from_key, limbs_of, pay, p
 MANTISSA = {torch.float32: 23, torch.float64: 52}
 # The first digit holds the whole exponent, so that all values of a bin share it and their sum is a sum of integers.
 WIDTHS = {torch.float32: (11, 10, 10), torch.float64: (11, 9, 9, 9, 9, 8, 8)}
-TILE = 1 << 16  # candidates that a CPU counts at a time: temporaries of 512 KB stay in its cache
+# Candidates counted at a time, each with some 50 bytes of temporaries. On a CPU those of 512 KB stay in its cache.
+TILE_CPU, TILE = 1 << 16, 1 << 22
 _COUNT_BITS = 31  # fewer than 2^31 tokens
 _SEARCH_BITS = 11  # of a count that one step of the search for it settles
 
@@ -61,16 +62,20 @@ def digits_of(dtype: torch.dtype) -> list[Digit]:
 
 
 def start(left: Limbs, wide: torch.dtype) -> Search:
-    """Before the first digit. left: the slack of all low tokens."""
+    """Before the first digit. left: the slack of all low tokens.
+
+    It is below 0 where fp64 v just under tau were rounded up to it. Then no candidate can stay, as with a slack of 0.
+    """
     none = torch.zeros_like(left[0])
-    return Search(left, none, none, none, none.to(wide), none.to(wide))
+    low, middle, high = (torch.where(left[2] < 0, 0, limb) for limb in left)
+    return Search((low, middle, high), none, none, none, none.to(wide), none.to(wide))
 
 
 def histogram(v: Tensor, prefix: Tensor | None, digit: Digit) -> Tensor:
     """int64 [rows, size]: of the candidates that start with `prefix` (None: of all) the counts and sums by `digit`."""
     table = torch.zeros(digit.rows, digit.size, dtype=torch.int64, device=v.device)
     on_cpu = v.device.type == "cpu"
-    for tile in v.split(TILE) if on_cpu else (v,):
+    for tile in v.split(TILE_CPU if on_cpu else TILE):
         keys = to_key(tile)
         weights = None
         if prefix is not None:

@@ -30,6 +30,7 @@ class Collected(NamedTuple):
 class Part:
     """Handle of one micro-batch, as `M2Accumulator.add` returns it; goes to the loss as `part=`, as often as that is computed."""
 
+    accumulator: int  # the serial number of the one that made it. A number: torch.compile would compile again for each object
     index: int
     shape: torch.Size
     start: int  # position of its first token among those of its rank

@@ -127,6 +127,7 @@ class Selection:
         the tokens of this rank in the order in which they were added.
     metrics: over all that the selection was made over, so from `solve` over every part of every rank of the group.
     parts: the handles that `M2Accumulator.add` returned on this rank; none from `select`.
+    accumulator: serial number of the one that made it, as its parts have it; 0 from `select`.
     """
 
     keep: Tensor
@@ -134,10 +135,11 @@ class Selection:
     m2_threshold: float
     scope: str
     parts: tuple[Part, ...] = ()
+    accumulator: int = 0
 
     def keep_of(self, part: Part) -> Tensor:
         """M of one micro-batch: bool, in the shape in which it was added. InvalidArgument for a part of another selection."""
-        if not any(part is own for own in self.parts):
+        if not isinstance(part, Part) or part.accumulator != self.accumulator:
             raise InvalidArgument(
                 f"part must be a handle that add() returned to the accumulator of this selection, which has {len(self.parts)}; "
                 f"got {describe(part)}"

@@ -137,7 +137,7 @@ class Policy(nn.Module):
 def train(rank: int, groups: dict, size: int, how: str, batches: list[tuple[Tensor, Tokens]]) -> tuple[list[Tensor], float]:
     """One optimizer step of micro-batches (features, tokens): the gradients of all parameters, and this rank's loss.
 
-    The trainer divides each loss by the number of micro-batches, and DDP and FSDP2 average over the ranks.
+    The trainer divides each loss by the number of micro-batches, and DDP and FSDP2 average over the ranks; "fsdp2 sums" does not.
     """
     group, model = groups[size], Policy()
     if how == "ddp":
@@ -145,12 +145,18 @@ def train(rank: int, groups: dict, size: int, how: str, batches: list[tuple[Tens
     else:
         from torch.distributed.fsdp import fully_shard
 
-        trained = fully_shard(model, mesh=dist.device_mesh.DeviceMesh.from_group(group, "cpu"))
+        if how == "hsdp":
+            mesh = dist.device_mesh.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+        else:
+            mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
+        trained = fully_shard(model, mesh=mesh)
+        if how == "fsdp2 sums":
+            trained.set_gradient_divide_factor(1.0)
     acc = M2Accumulator()
     with torch.no_grad():
         handles = [acc.add(trained(x), *list(tokens)[1:]) for x, tokens in batches]
     sel = acc.solve(group)
-    scale, total = loss_scale(group, micro_batches=len(batches)), 0.0
+    scale, total = loss_scale(None if how == "fsdp2 sums" else group, micro_batches=len(batches)), 0.0
     for i, ((x, tokens), part) in enumerate(zip(batches, handles, strict=True)):
         last = i == len(batches) - 1
         if how == "ddp":
@@ -162,4 +168,4 @@ def train(rank: int, groups: dict, size: int, how: str, batches: list[tuple[Tens
         (loss * scale / len(batches)).backward()
     acc.close()
     grads = [p.grad for p in trained.parameters()]
-    return [(g.full_tensor() if how == "fsdp2" else g).clone() for g in grads], total
+    return [(g if how == "ddp" else g.full_tensor()).clone() for g in grads], total

@@ -19,6 +19,7 @@ from worked_cases import CASES, ROLLOUTS
 
 import m2po_kernels
 from m2po_kernels import M2Accumulator, Selection, m2po_loss, m2po_loss_from_logits, select
+from m2po_kernels.backends import eager
 from m2po_kernels.errors import InvalidArgument, InvalidType, MissingBehaviorLogProbs, NonFiniteError
 
 ROLLOUT_FILE = Path(m2po_kernels.__file__).parent / "data" / "smollm2_rollouts.safetensors"
@@ -221,19 +222,78 @@ def test_from_logits_with_a_part(device, backend):
 
 
 def test_compiled_loss_with_a_part(device, backend):
-    tokens = random_tokens((6, 20), device=device)
-    parts = pieces(tokens, 2)
-    acc, handles, sel = accumulate(parts)
+    """More parts and more steps than graphs may be made for one function."""
+    tokens = random_tokens((24, 20), device=device)
+    parts = pieces(tokens, *range(2, 24, 2))
+    assert len(parts) > torch._dynamo.config.recompile_limit
     torch._dynamo.reset()
     compiled = torch.compile(m2po_loss, fullgraph=True, backend="aot_eager")
-    for p, h in zip(parts, handles, strict=True):
-        want = run(m2po_loss, p, selection=sel, part=h, backend=backend)
-        h.used = False
-        got = run(compiled, p, selection=sel, part=h, backend=backend)
-        assert same_bits(got.grad, want.grad)
-        assert h.used
-    acc.close()
+    for step in range(torch._dynamo.config.recompile_limit + 1):
+        acc, handles, sel = accumulate(parts)
+        for p, h in zip(parts, handles, strict=True):
+            got = run(compiled, p, selection=sel, part=h, backend=backend)
+            assert h.used
+            if step == 0:
+                want = run(m2po_loss, p, selection=sel, part=h, backend=backend)
+                assert same_bits(got.grad, want.grad)
+        acc.close()
+    with pytest.raises(InvalidArgument, match="accumulator of this selection"):
+        sel.keep_of(accumulate(parts)[1][0])
     torch._dynamo.reset()
+
+
+def test_a_failed_add_can_be_repeated(device, monkeypatch):
+    """As after an out-of-memory error that a trainer catches: nothing of the failed call stays behind."""
+    parts = pieces(random_tokens((6, 50), device=device), 2, 4)
+    _, _, want = accumulate(parts)
+    acc = M2Accumulator()
+    handles = [acc.add(*parts[0])]
+    with monkeypatch.context() as patched:
+        patched.setattr(eager, "collect", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            acc.add(*parts[1])
+    handles += [acc.add(*part) for part in parts[1:]]
+    sel = acc.solve()
+    assert torch.equal(sel.keep, want.keep)
+    assert torch.equal(torch.cat([sel.keep_of(h).flatten() for h in handles]), want.keep)
+
+
+@pytest.mark.parametrize("tau", [0.04, 0.1**2, 0.3**2, 0.7**2, 0.123**2, 0.55**2])
+def test_fp64_v_just_below_the_threshold(tau, device):
+    """Rounded up to it, they leave a slack below 0. Alone; and with candidates, which then all go."""
+    d = math.sqrt(tau)
+    while d * d > tau:
+        d = math.nextafter(d, 0)
+    for extra in ([], [2 * d], [2 * d, 3 * d, 2 * d]):
+        values = torch.tensor([d] * 8 + extra, dtype=torch.float64, device=device)
+        tokens = Tokens(values, torch.zeros_like(values), torch.ones_like(values), values > 0)
+        parts = pieces(tokens, 3)
+        _, handles, sel = accumulate(parts, m2_threshold=tau)
+        assert_like_select(sel, handles, select(*tokens, m2_threshold=tau))
+        assert sel.metrics.counts[3] == len(extra)
+        total = sum(
+            float(m2po_loss(*p, selection=sel, part=h, denominator="kept").loss) for p, h in zip(parts, handles, strict=True)
+        )
+        assert total == pytest.approx(float(m2po_loss(*tokens, m2_threshold=tau, denominator="kept").loss), rel=1e-15)
+
+
+def test_a_nonfinite_reference_counts_as_in_the_whole_batch(device):
+    tokens = random_tokens((6, 50), device=device)
+    reference = tokens.behavior_log_probs.clone()
+    reference[tuple(tokens.mask.nonzero()[0])] = math.nan
+    options = {"nonfinite": "drop"}
+    whole = m2po_loss(*tokens, ref_log_probs=reference, kl_coef=0.1, **options)
+    acc = M2Accumulator(**options)
+    parts, references = pieces(tokens, 2), (reference[:2], reference[2:])
+    handles = [acc.add(*p, ref_log_probs=r) for p, r in zip(parts, references, strict=True)]
+    sel = acc.solve()
+    assert sel.metrics.valid_tokens == whole.metrics.valid_tokens
+    assert sel.metrics.nonfinite_tokens == 1
+    losses = [
+        m2po_loss(*p, ref_log_probs=r, kl_coef=0.1, selection=sel, part=h, **options).loss
+        for p, r, h in zip(parts, references, handles, strict=True)
+    ]
+    assert float(sum(losses)) == pytest.approx(float(whole.loss), rel=1e-6)
 
 
 def test_what_is_masked_out_changes_nothing(device):

@@ -221,6 +221,23 @@ def test_other_settings_on_one_rank_are_an_error_on_all(world, other):
     assert_all_raise(results, "InvalidArgument", "must be the same on all ranks")
 
 
+def test_another_sync_on_one_rank_is_an_error_on_all(world):
+    """With nothing to drop, sync=True would leave after one collective, and the others wait for it in the next."""
+    calm = random_tokens((2, 10), spread=0.0)
+    results = world.run(jobs.solve, *((4, [calm], {}, {"sync": rank != 1}) for rank in range(4)))
+    assert_all_raise(results, "InvalidArgument", "and sync must be the same on all ranks")
+
+
+def test_fp64_with_a_negative_slack_over_ranks(world):
+    """Low v that round up to tau: no rank has a candidate, and none may be found."""
+    d = torch.full((4, 3), math.sqrt(0.04) * (1 - 2**-52), dtype=torch.float64)
+    tokens = Tokens(d, torch.zeros_like(d), torch.ones_like(d), torch.ones_like(d, dtype=torch.bool))
+    results = solve_all(world, [[share] for share in split(tokens, [3, 6, 9])])
+    assert_one_selection(results, tokens)
+    assert int(results[0].counts[3]) == 0
+    assert results[0].collectives == 1  # the early exit
+
+
 def test_replicas_are_not_counted_twice(world):
     """dp x tp = 2 x 2: ranks 0 and 1 hold one share, 2 and 3 the other."""
     tokens = random_tokens((4, 30))
@@ -271,8 +288,9 @@ def test_groups_that_cannot_be(world):
         assert "member" in messages[3]
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("how", "size"), [("ddp", 2), ("ddp", 4), ("fsdp2", 2), ("fsdp2", 4), ("fsdp2 sums", 2), ("fsdp2 sums", 4), ("hsdp", 4)]
+)
 def test_training_step_is_the_unsplit_step(world, how, size):
     """Three micro-batches a rank, of unequal numbers of valid tokens. Each gradient within the rounding of its own terms."""
     per_rank, rows, width = 3, 2, 10
