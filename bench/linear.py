@@ -76,7 +76,6 @@ def compare(shape: Shape, share: float, names: list[str], seconds: float, device
                 "samples": len(samples),
                 "min_ms": round(min(samples) * 1e3, 2),
                 "median_ms": round(own * 1e3, 2),
-                "p90_ms": round(sorted(samples)[int(0.9 * (len(samples) - 1))] * 1e3, 2),
                 "times_products": round(own / median(times["products"]), 3),
                 "extra_mb": extra_memory(name, shape, share, device),
                 "gflop": round(operations(name, batch) / 1e9, 3),

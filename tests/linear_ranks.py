@@ -12,7 +12,7 @@ from torch import Tensor
 
 from m2po_kernels import linear_log_probs, linear_m2po_loss
 from m2po_kernels.errors import InvalidArgument
-from m2po_kernels.linear import vocab_parallel
+from m2po_kernels.linear import vocab_parallel, walk
 from m2po_kernels.reference import linear_loss_oracle, linear_oracle
 
 VOCAB = 157
@@ -131,6 +131,18 @@ def worked_cases(ranks: int, rank: int) -> None:
         assert bias.grad.tolist() == ([0.75, -0.25] if rank == 0 else [-0.25, -0.25])
 
 
+def ids_outside(split, rank: int) -> None:
+    """As on a device, where no id is checked: NaN, as with a whole head, and not a probability of 0."""
+    case = make_case((3,), vocab=VOCAB)
+    mine, where = shard(case, split, rank)
+    checked, walk.check_values = walk.check_values, lambda *_: None
+    try:
+        lp = linear_log_probs(mine.hidden, mine.weight, torch.tensor([-100, VOCAB, 1]), **where)
+    finally:
+        walk.check_values = checked
+    assert lp.isnan().tolist() == [True, True, False]
+
+
 def edges(split, rank: int) -> None:
     """A shard whose tokens are all banned, a confident token, and a batch without rows."""
     case = make_case((4, 5), vocab=VOCAB, bias=True)
@@ -182,6 +194,7 @@ def main(rank: int, ranks: int, store: str) -> None:
         loss(split, rank)
         loss(split, rank, reduction="sequence-mean", ratio_cap=1.5)
     edges(SPLITS[ranks]["padded"], rank)
+    ids_outside(SPLITS[ranks]["padded"], rank)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -116,6 +116,7 @@ def test_chunks_change_only_the_rounding():
     for rows in (1, 3, 39, 40, 1000):
         assert_matches(case, {}, max_workspace_bytes=workspace_for(rows, case))
     assert [s.stop - s.start for s in chunks(10, 4)] == [4, 4, 2]
+    assert [s.stop - s.start for s in chunks(4096, 896)] == [832, 832, 832, 832, 768]  # multiples of 64, as full tiles want
     assert chunks(0, 4) == []
 
 
@@ -355,6 +356,7 @@ def test_sharded_weights_are_refused():
         ({"reduce_hidden": True}, InvalidArgument, "reduce_hidden=True goes with tp_group"),
         ({"tp_group": 1, "vocab_size": 7}, InvalidType, "tp_group must be a torch.distributed.ProcessGroup"),
         ({"tp_group": SimpleNamespace(group_name="0")}, InvalidArgument, "vocab_size is None with tp_group"),
+        ({"tp_group": SimpleNamespace(group_name="0"), "vocab_size": 7}, InvalidArgument, "vocab_start is None with tp_group"),
         ({"max_workspace_bytes": 100}, InvalidArgument, "max_workspace_bytes must hold one row"),
         ({"max_workspace_bytes": 1e9}, InvalidType, "max_workspace_bytes must be an integer"),
         ({"entropy_grad": True}, InvalidArgument, "entropy_grad=True goes with return_entropy"),

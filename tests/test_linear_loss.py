@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import same_bits
 from linear_helpers import (
+    HALF_ULP,
     Case,
     assert_close_as_torch,
     assert_gradients,
@@ -89,8 +90,30 @@ def test_types(hidden_dtype, dtype):
     assert_matches(case, tokens, {"m2_threshold": math.inf})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_dropping_and_recomputing_in_16_bits(dtype):
+    """Against the same log-probs and m2po_loss: the mask and the work; the gradients, which either way rounds as often."""
+    case = make_case((6, 30), dtype=dtype)
+    tokens = loss_tensors(case)
+    ours, theirs = case.leaves(), case.leaves()
+    out = linear_m2po_loss(ours.hidden, ours.weight, ours.token_ids, *tokens)
+    want = m2po_loss(linear_log_probs(theirs.hidden, theirs.weight, theirs.token_ids), *tokens)
+    assert out.metrics.dropped_tokens == want.metrics.dropped_tokens > 0
+    assert int(out.work[2]) > 0
+    got, expected = gradients(ours, (out.loss, torch.ones(()))), gradients(theirs, (want.loss, torch.ones(())))
+    for name, grad in got.items():
+        # d logits, what is made of them, and its scaling are rounded on either side.
+        bound = 6 * HALF_ULP[dtype] * float(expected[name].abs().max())
+        assert bool(((grad.float() - expected[name].float()).abs() <= bound).all()), name
+
+
+PER_TOKEN = torch.linspace(0.5, 2.0, 180).view(6, 30)
+
+
 @pytest.mark.parametrize(
-    "scaling", [{"temperature": 0.7, "logit_scale": 1.3}, {"logit_softcap": 5.0, "vocab_size": 157}], ids=str
+    "scaling",
+    [{"temperature": 0.7, "logit_scale": 1.3}, {"logit_softcap": 5.0, "vocab_size": 157}, {"temperature": PER_TOKEN}],
+    ids=["temperature", "softcap", "temperatures"],
 )
 def test_scalings(scaling, device, backend):
     case = make_case((6, 30))
@@ -224,6 +247,64 @@ def test_rows_that_do_not_count_are_never_read(gather_rows, device, backend):
         assert all(same_bits(grads[n], want_grads[n]) for n in grads)
 
 
+@pytest.mark.parametrize("gather_rows", [True, False])
+def test_a_row_of_nan_that_is_left_out_stays_out_of_the_gradients(gather_rows):
+    case = make_case((6, 30))
+    behavior, advantages, mask = loss_tensors(case)
+    at = tuple((mask & (advantages != 0)).nonzero()[5])
+    spoiled = case.hidden.clone()
+    spoiled[at] = math.nan
+    without = mask.clone()
+    without[at] = False
+
+    def call(hidden, mask):
+        leaves = Case(hidden, case.weight, case.token_ids).leaves()
+        tokens = (behavior, advantages, mask)
+        out = linear_m2po_loss(leaves.hidden, leaves.weight, leaves.token_ids, *tokens, nonfinite="drop", gather_rows=gather_rows)
+        return out, gradients(leaves, (out.loss, torch.ones(())))
+
+    (got, grads), (want, want_grads) = call(spoiled, mask), call(case.hidden, without)
+    torch.testing.assert_close(got.loss, want.loss)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, want_grads[name])
+    leaves = Case(spoiled, case.weight, case.token_ids).leaves()
+    log_probs = linear_log_probs(leaves.hidden, leaves.weight, leaves.token_ids, gather_rows=gather_rows)
+    grads = gradients(leaves, (log_probs, without.float()))
+    assert all(bool(grad.isfinite().all()) for grad in grads.values())
+
+
+@pytest.mark.parametrize("in_two_steps", [False, True])
+@pytest.mark.parametrize("scope", ["quadrants", "all"])
+def test_metrics_with_a_given_selection(scope, in_two_steps):
+    """What it dropped is not computed: counted in T all the same, and where its v would be needed the metric says so."""
+    case = make_case((6, 30))
+    tokens = loss_tensors(case)
+    behavior, advantages, mask = tokens
+    lp = linear_log_probs(case.hidden, case.weight, case.token_ids)
+    sel = select(lp, *tokens, scope=scope)
+    assert int(sel.metrics.dropped_tokens) > 0
+    want = m2po_loss(lp, *tokens, selection=sel).metrics
+    options = {"reduction": "sequence-mean", "nonfinite": "drop"} if in_two_steps else {}
+    head = (case.hidden, case.weight, case.token_ids)
+    got = linear_m2po_loss(*head, *tokens, selection=sel, **options).metrics
+    for name in ("valid_tokens", "trust_region_tokens", "candidate_tokens", "dropped_tokens", "nonfinite_tokens"):
+        assert getattr(got, name) == getattr(want, name), name
+    for name in ("masked_fraction", "trust_region_fraction"):
+        assert float(getattr(got, name)) == pytest.approx(float(getattr(want, name))), name
+    assert math.isnan(got.m2_cut)
+    computed = mask & sel.keep & (advantages != 0)
+    d = (lp - behavior)[computed].double()
+    clipped = torch.where(advantages[computed] > 0, d > math.log(1.2), d < math.log(0.8))
+    assert float(got.clip_fraction) == pytest.approx(float(clipped.double().mean()))
+    assert float(got.approx_kl) == pytest.approx(float((d.expm1() - d).mean()), rel=1e-5)
+    assert got.m2_before == got.m2_after
+    # Where every valid token is computed they are those of m2po_loss.
+    whole = linear_m2po_loss(*head, *tokens, selection=sel, return_log_probs=True, **options)
+    expected = m2po_loss(whole.log_probs, *tokens, selection=sel, **options).metrics
+    assert same_bits(whole.metrics.floats, expected.floats)
+    assert torch.equal(whole.metrics.counts, expected.counts)
+
+
 def test_metrics_of_ratio_and_kl_are_over_the_computed_rows():
     case = make_case((6, 30))
     tokens = loss_tensors(case)
@@ -298,7 +379,7 @@ def test_errors():
         linear_m2po_loss(*head, behavior, advantages, mask[:, :-1])
     with pytest.raises(InvalidArgument, match="token_ids must be in"):
         linear_m2po_loss(case.hidden, case.weight, torch.full((4, 5), 157), behavior, advantages, torch.ones(4, 5))
-    with pytest.raises(InvalidArgument, match="log_probs must have shape"):
+    with pytest.raises(InvalidArgument, match="hidden must have shape"):
         linear_m2po_loss(case.hidden[None], case.weight, case.token_ids[None], behavior, advantages, mask)
     bad = behavior.clone()
     bad.view(-1)[(mask & (advantages != 0)).flatten().nonzero()[0]] = math.inf

@@ -53,7 +53,7 @@ def linear_log_probs(
     shift: int = 0,
     logits_to_keep: int | None = None,
     tp_group: Any = None,
-    vocab_start: int = 0,
+    vocab_start: int | None = None,
     reduce_hidden: bool = False,
     gather_rows: bool = True,
     max_workspace_bytes: int | None = None,
@@ -69,7 +69,7 @@ def linear_log_probs(
     mask: shape of the results, bool or 0/1: where 0 nothing is multiplied and the result is 0, whatever stands there.
     temperature, logit_scale, logit_softcap, vocab_size, return_entropy, entropy_grad, backend: as in `selective_log_softmax`.
     tp_group, vocab_start: weight (bias, lora_b) is this rank's shard, whose first row is token vocab_start; vocab_size is then
-        the whole vocabulary's and required. All ranks pass the same hidden, ids and mask, and the same gradient flows into all.
+        the whole vocabulary's. Both are then required. All ranks pass the same hidden, ids and mask, and the same gradient flows into all.
         d hidden and d lora_a are this rank's part; reduce_hidden=True sums them over tp_group.
     gather_rows: False multiplies every row, so that no count has to reach the host: for CUDA graphs.
     max_workspace_bytes: of a chunk's logits and hidden states. Default 192 MB on a CPU, 640 MB elsewhere.
@@ -137,7 +137,7 @@ def linear_m2po_loss(
     shift: int = 0,
     logits_to_keep: int | None = None,
     tp_group: Any = None,
-    vocab_start: int = 0,
+    vocab_start: int | None = None,
     reduce_hidden: bool = False,
     gather_rows: bool = True,
     max_workspace_bytes: int | None = None,
@@ -170,8 +170,11 @@ def linear_m2po_loss(
     denominator="kept" with a KL term, reduction="sequence-mean" with nonfinite="drop".
 
     The ratio and KL metrics are over the tokens that were computed; counts and T over all. With a given selection the tokens it
-    dropped are not computed, so m2_before and m2_after are those of its kept tokens.
-    Waits for the device once per chunk, for the number of rows; not with gather_rows=False.
+    dropped are not computed, so m2_before and m2_after are those of its kept tokens, the clipped ones are counted among the
+    computed ones, and m2_cut is NaN; the selection's own metrics have the whole batch's.
+    With products in fp16 the gradients are fp16 sums without the loss's divisor, which overflow where exp(d) |A| comes near
+    65504: a d of some 10, which `ratio_cap` prevents; bf16 has no such limit.
+    Waits for the device a few times per chunk, for numbers of rows; not with gather_rows=False.
     Raises InvalidArgument, InvalidType, MissingBehaviorLogProbs, NonFiniteError, BackendUnavailable (all in m2po_kernels.errors).
     """
     call = _call(
@@ -197,6 +200,8 @@ def linear_m2po_loss(
         max_workspace_bytes=max_workspace_bytes,
         backend=backend,
     )
+    if len(call.shape) > 2:
+        raise InvalidArgument(f"hidden must have shape [B, T, H], or packed [N, H]; got {describe(hidden)}")
     options: dict[str, Any] = {
         "m2_threshold": m2_threshold,
         "scope": scope,
@@ -226,8 +231,10 @@ def linear_m2po_loss(
         log_probs, entropy = torch.ops.m2po_kernels.linear_log_probs(*inputs, *call.args.args())
         batch = batch._replace(log_probs=stand_in(computed, log_probs, batch))
         loss = m2po_loss(batch.log_probs, behavior_log_probs, advantages, mask, **options)
-        floats = over_computed(loss.metrics.floats, computed, batch._replace(log_probs=batch.log_probs.detach()), rule)
-        out = LinearLossOutput(loss.loss, Metrics(loss.metrics.counts, floats))
+        whole = batch._replace(log_probs=batch.log_probs.detach())
+        out = LinearLossOutput(
+            loss.loss, Metrics(*over_computed(loss.metrics.counts, loss.metrics.floats, computed, whole, rule))
+        )
     else:
         result = torch.ops.m2po_kernels.linear_m2po_loss(*inputs, *call.args.args(), *batch[1:], *rule.args())
         loss_value, log_probs, entropy, counts, floats, _, work = result[:7]
@@ -261,7 +268,7 @@ def _call(
     shift: int,
     logits_to_keep: int | None,
     tp_group: Any,
-    vocab_start: int,
+    vocab_start: int | None,
     reduce_hidden: bool,
     gather_rows: bool,
     max_workspace_bytes: int | None,
@@ -272,7 +279,8 @@ def _call(
     shape = tuple(token_ids.shape)
     temperatures = None
     if isinstance(temperature, Tensor):
-        temperatures = check_temperatures(temperature, "hidden", hidden, shape)
+        wider = weight if weight.dtype == torch.float64 else hidden
+        temperatures = check_temperatures(temperature, "hidden", wider, shape)
         temperature = 1.0
     if max_workspace_bytes is None:
         max_workspace_bytes = WORKSPACE_CPU if hidden.device.type == "cpu" else WORKSPACE
@@ -297,7 +305,7 @@ def _call(
         logit_softcap=check_softcap(logit_softcap),
         lora_scale=lora_scale,
         vocab_size=check_vocab(weight, vocab_size, vocab_start, tp_group),
-        vocab_start=vocab_start,
+        vocab_start=vocab_start or 0,
         tokens=at.tokens,
         positions=at.positions,
         first=at.first,

@@ -80,24 +80,26 @@ class HeadGradients(NamedTuple):
     def add(self, head: Head, positions: Tensor, hidden: Tensor, d_logits: Tensor) -> None:
         """Adds what rows `hidden` [n, H] at `positions` [n] with `d_logits` [n, V] contribute."""
         vocab = d_logits.shape[1]
-        up = torch.mm(d_logits, head.lora_b) * head.lora_scale if head.lora_b is not None else None  # [n, r]
+        up = None  # d of hidden lora_a^T, [n, r]
+        if head.lora_b is not None and (self.hidden is not None or self.lora_a is not None):
+            up = torch.mm(d_logits, head.lora_b) * head.lora_scale
         if self.hidden is not None:
             own = torch.mm(d_logits, head.weight)
             if up is not None and head.lora_a is not None:
                 torch.addmm(own, up, head.lora_a, out=own)
             self.hidden.index_copy_(0, positions, own.to(self.hidden.dtype))
         if self.weight is not None:
-            _add_product(self.weight[:vocab], d_logits, hidden)
+            add_product(self.weight[:vocab], d_logits, hidden)
         if self.bias is not None:
             self.bias[:vocab].add_(d_logits.sum(0, dtype=self.bias.dtype))
         if self.lora_a is not None:
             assert up is not None
-            _add_product(self.lora_a, up, hidden)
+            add_product(self.lora_a, up, hidden)
         if self.lora_b is not None:
-            _add_product(self.lora_b[:vocab], d_logits, head.down(hidden))
+            add_product(self.lora_b[:vocab], d_logits, head.down(hidden))
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left^T right, without rounding the sum to the dtype of the factors."""
     if left.dtype == total.dtype:
         torch.addmm(total, left.T, right, out=total)

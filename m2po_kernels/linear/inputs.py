@@ -106,7 +106,7 @@ def _check_whole(name: str, tensor: object) -> None:
         )
 
 
-def check_vocab(weight: Tensor, vocab_size: int | None, vocab_start: int, tp_group: object) -> int:
+def check_vocab(weight: Tensor, vocab_size: int | None, vocab_start: int | None, tp_group: object) -> int:
     """The size of the whole vocabulary. Raises InvalidType or InvalidArgument."""
     rows = weight.shape[0]
     for name, value in [("vocab_size", vocab_size), ("vocab_start", vocab_start)]:
@@ -117,10 +117,12 @@ def check_vocab(weight: Tensor, vocab_size: int | None, vocab_start: int, tp_gro
             raise InvalidType(f"tp_group must be a torch.distributed.ProcessGroup; got {describe(tp_group)}")
         if vocab_size is None:
             raise InvalidArgument("vocab_size is None with tp_group: pass the size of the whole vocabulary, without padding")
+        if vocab_start is None:
+            raise InvalidArgument("vocab_start is None with tp_group: pass the id of the first token of this rank's shard")
         if vocab_size < 1 or vocab_start < 0:
             raise InvalidArgument(f"vocab_size must be >= 1 and vocab_start >= 0; got {vocab_size} and {vocab_start}")
         return vocab_size
-    if vocab_start != 0:
+    if vocab_start:
         raise InvalidArgument(f"vocab_start goes with tp_group; got vocab_start={vocab_start} and no tp_group")
     if rows == 0:
         raise InvalidArgument(f"weight must have a row per token of the vocabulary, [V, H] with V >= 1; got {describe(weight)}")

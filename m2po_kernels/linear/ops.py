@@ -81,6 +81,7 @@ def _log_probs_backward(grad_log_probs, grad_entropy, *args):
         if not linear.gather_rows:
             grad_log_probs = torch.where(inputs.rows, grad_log_probs, 0.0)
             grad_entropy = None if grad_entropy is None else torch.where(inputs.rows, grad_entropy, 0.0)
+    inputs = inputs._replace(rows=flows)  # a row that no gradient flows into may hold NaN, and 0 * NaN is NaN
     with torch.no_grad(), torch.autocast(inputs.hidden.device.type, enabled=False):
         walk = Walk(inputs, linear, with_gradients=True)
         for tokens in walk.tokens(flows):

@@ -44,9 +44,9 @@ def chunk_rows(row_bytes: int, max_workspace_bytes: int) -> int:
 
 
 def chunks(rows: int, most: int) -> list[slice]:
-    """`rows` rows in as few chunks as possible, all of one size but for the last."""
+    """`rows` rows in as few chunks as possible, all of one size but for the last; of `most` rows at most."""
     if rows == 0:
         return []
     number = -(-rows // most)
-    size = -(-rows // number)
+    size = min(-(-rows // (number * ROUND_TO)) * ROUND_TO, most)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ..exact import Unit, to_key
 from ..inputs import wide_dtype
-from ..results import FLOATS
+from ..results import COUNTS, FLOATS
 from ..rule import Batch, Rule
 from .args import Inputs, LinearArgs
 from .plan import Work
@@ -36,14 +37,34 @@ def stand_in(computed: Tensor, log_probs: Tensor, batch: Batch) -> Tensor:
     return torch.where(computed.reshape(shape), log_probs.reshape(shape), batch.behavior_log_probs.to(log_probs.dtype))
 
 
-def over_computed(floats: Tensor, computed: Tensor, batch: Batch, rule: Rule) -> Tensor:
-    """The float metrics of `batch` with those of ratio and KL taken over the computed tokens."""
+def over_computed(counts: Tensor, floats: Tensor, computed: Tensor, batch: Batch, rule: Rule) -> tuple[Tensor, Tensor]:
+    """The metrics of `batch` with those of ratio and KL taken over the computed tokens.
+
+    What a given selection dropped was in T by rule, so it is counted there, computed or not. Where it was not, its v is unknown.
+    """
     own = batch._replace(mask=computed.reshape(batch.mask.shape), keep=None, denominators=None, weights=None)
     nonfinite = "drop" if rule.nonfinite == "drop" else "propagate"
-    _, _, of_computed = OPS.select(*own, *replace(rule, nonfinite=nonfinite).args())
-    floats = floats.clone()
-    floats[RATIO_METRICS] = of_computed[RATIO_METRICS]
-    return floats
+    _, own_counts, own_floats = OPS.select(*own, *replace(rule, nonfinite=nonfinite).args())
+    counts, floats = counts.clone(), floats.clone()
+    floats[RATIO_METRICS] = own_floats[RATIO_METRICS]
+    if batch.keep is not None:
+        valid, region, dropped, clipped = (
+            COUNTS.index(f"{name}_tokens") for name in ("valid", "trust_region", "dropped", "clipped")
+        )
+        unseen = (counts[dropped] - (computed.reshape(batch.keep.shape) & ~batch.keep).sum()).clamp(min=0)
+        if (
+            rule.scope == "quadrants"
+        ):  # with a log-ratio of 0, which stands in, a token is in none; in scope "all" each is counted
+            counts[region] += unseen
+        share = counts[region].to(floats.dtype) / counts[valid].clamp(min=1).to(floats.dtype)
+        floats[FLOATS.index("trust_region_fraction")] = share
+        cut, clip, before, after = (FLOATS.index(name) for name in ("m2_cut", "clip_fraction", "m2_before", "m2_after"))
+        floats[cut] = torch.where(unseen > 0, math.nan, floats[cut])
+        partly = own_counts[valid] < counts[valid]
+        for metric, of in ((clip, clip), (before, before), (after, before)):
+            floats[metric] = torch.where(partly, own_floats[of], floats[metric])
+        counts[clipped] = torch.where(partly, own_counts[clipped], counts[clipped])
+    return counts, floats
 
 
 class Coefficients:
@@ -91,7 +112,7 @@ def loss_forward(inputs: Inputs, batch: Batch, rule: Rule, args: LinearArgs) -> 
     log_probs = whole.log_probs.view(-1)
     entropy = torch.zeros(n if args.with_entropy else 0, dtype=dtype, device=device)
     coefficients = Coefficients(batch, rule, dtype)
-    waiting = [torch.empty(0, dtype=walk.index_dtype, device=device)]
+    waiting = torch.zeros(n, dtype=torch.bool, device=device)
     settled = computed = 0
     for tokens in to_compute:
         visit = walk.visit(tokens)
@@ -101,17 +122,16 @@ def loss_forward(inputs: Inputs, batch: Batch, rule: Rule, args: LinearArgs) -> 
             entropy[tokens] = visit.rows.entropy
         if walk.gradients.any:
             coefficient, waits = coefficients.on_sight(visit.rows.log_prob, tokens)
-            waiting.append(tokens[waits].to(walk.index_dtype))
+            waiting[tokens] = waits
             visit, order = only(visit, (coefficient != 0) & ~waits)
             settled += order.shape[0]
             walk.add_gradient(visit, coefficient[order])
     loss, scales, cut, counts, floats = OPS.policy_loss(*whole, *rule.args())
-    floats = over_computed(floats, inputs.rows, whole, rule)
+    counts, floats = over_computed(counts, floats, inputs.rows, whole, rule)
     recomputed = 0
     if walk.gradients.any:
         final = coefficients.after_cut(whole, cut)
-        late = torch.cat(waiting)
-        for tokens in walk.pieces(late[final.index_select(0, late) != 0]):
+        for tokens in walk.tokens(waiting & (final != 0)):
             recomputed += tokens.shape[0]
             walk.add_gradient(walk.visit(tokens), final[tokens])
     work = Work(computed, settled, recomputed)

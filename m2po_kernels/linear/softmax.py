@@ -91,6 +91,9 @@ def _log_softmax(logits: Tensor, ids: Tensor, temperatures: Tensor | None, args:
 def _forward_split(logits: Tensor, ids: Tensor, temperatures: Tensor | None, args: LinearArgs) -> Rows:
     assert args.group is not None
     n, vocab, dtype = *logits.shape, args.sum_dtype
+    exists = (ids >= 0) & (
+        ids < args.vocab_size
+    )  # on a CPU `Walk.visit` has raised; elsewhere the log-prob is NaN, as on one rank
     here = (ids >= args.vocab_start) & (ids < args.vocab_start + vocab)
     nothing = torch.full((n,), -torch.inf, dtype=dtype, device=logits.device)
     zeros = torch.zeros_like(nothing)
@@ -112,6 +115,7 @@ def _forward_split(logits: Tensor, ids: Tensor, temperatures: Tensor | None, arg
         )
     everyone, rank = vocab_parallel.gather(local, args.group)
     whole = vocab_parallel.combine(everyone, rank)
+    whole = whole._replace(log_prob=torch.where(exists, whole.log_prob, torch.nan))
     column = torch.where(here, token, top)
     slope = zeros if vocab == 0 else _scaled(logits, column, temperatures, args)[1]
     return Rows(

@@ -39,8 +39,6 @@ class Walk:
         self.gradients = HeadGradients.zeros(inputs, args) if with_gradients else HeadGradients()
         self._most = chunk_rows(self._row_bytes(), args.max_workspace_bytes)
         self._buffer: Tensor | None = None
-        # Indices of all tokens are kept over the walk; half as wide, they are no more than the log-probs.
-        self.index_dtype = torch.int32 if inputs.token_ids.shape[0] <= torch.iinfo(torch.int32).max else torch.int64
 
     def _row_bytes(self) -> int:
         columns, width = self.head.weight.shape
@@ -54,12 +52,10 @@ class Walk:
         n, device = self.inputs.token_ids.shape[0], self.inputs.token_ids.device
         if wanted is None or not self.args.gather_rows:
             return (torch.arange(piece.start, piece.stop, device=device) for piece in chunks(n, self._most))
-        return self.pieces(wanted.nonzero().flatten().to(self.index_dtype))
-
-    def pieces(self, tokens: Tensor) -> Iterator[Tensor]:
-        """`tokens` in chunks."""
-        for piece in chunks(tokens.shape[0], self._most):
-            yield tokens[piece].to(torch.int64)
+        tokens = wanted.nonzero().flatten()
+        if n <= torch.iinfo(torch.int32).max:  # they are kept over the walk; half as wide, they take no more than log-probs
+            tokens = tokens.to(torch.int32)
+        return (tokens[piece].to(torch.int64) for piece in chunks(tokens.shape[0], self._most))
 
     def visit(self, tokens: Tensor) -> Visit:
         """Multiplies these tokens' rows. The logits of the chunk before are gone. Raises InvalidArgument, on a CPU, for ids or
