@@ -46,9 +46,21 @@ CUDA_FLAGS = [
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
-def architecture_flags() -> list[str]:
+def architectures() -> list[str]:
+    """Those to build for: of M2PO_ARCHITECTURES (a list with commas), or all that this nvcc knows; before 12.8 it knows no sm_100."""
+    known = subprocess.run([str(find_nvcc()), "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    wanted = os.environ.get("M2PO_ARCHITECTURES", "")
+    chosen = [arch for arch in (wanted.split(",") if wanted else ARCHITECTURES) if wanted or arch in known]
+    unknown = [arch for arch in chosen if arch not in known]
+    if unknown or not chosen:
+        expected = f"some of {', '.join(arch for arch in known if arch >= 'sm_80')}"
+        raise SystemExit(f"M2PO_ARCHITECTURES={wanted!r} names {unknown or 'nothing'} that {find_nvcc()} knows; expected {expected}")
+    return chosen
+
+
+def architecture_flags(chosen: list[str]) -> list[str]:
     """-gencode for nvcc."""
-    codes = [(arch, arch) for arch in ARCHITECTURES] + [(ARCHITECTURES[-1], ARCHITECTURES[-1].replace("sm", "compute"))]
+    codes = [(arch, arch) for arch in chosen] + [(chosen[-1], chosen[-1].replace("sm", "compute"))]
     return [f"-gencode=arch={arch.replace('sm', 'compute')},code={code}" for arch, code in codes]
 
 
@@ -142,7 +154,7 @@ def write_record(command: build_py, failed: dict[str, str]) -> None:
         found = re.search(r"__version__ = '([^']+)'", (torch / "version.py").read_text())
         record |= {"compiler": first_line_of([compiler, "--version"]), "torch": found[1] if found else "", "isas": list(ISAS)}
     if built["cuda"]:
-        record |= {"nvcc": first_line_of([find_nvcc(), "--version"], r"release \S+(?=,)"), "architectures": list(ARCHITECTURES)}
+        record |= {"nvcc": first_line_of([find_nvcc(), "--version"], r"release \S+(?=,)"), "architectures": architectures()}
     package = (ROOT if command.editable_mode else Path(command.build_lib)) / "m2po_kernels"
     package.mkdir(parents=True, exist_ok=True)
     (package / "_build.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -184,7 +196,7 @@ class BuildLibraries(build_ext):
         objects = [
             # USE_CUDA declares the shim of torch's current stream.
             self.object_of(host, "bindings_cuda", [compiler, *FLAGS, "-DUSE_CUDA", *include]),
-            self.object_of(device, "launch_cuda", [*nvcc, *CUDA_FLAGS, *architecture_flags()]),
+            self.object_of(device, "launch_cuda", [*nvcc, *CUDA_FLAGS, *architecture_flags(architectures())]),
         ]
         # Nothing of libtorch_cuda is named here: it may not be on this machine. At run time it comes with libtorch.
         flags = ["-cudart", "static", "-Xlinker", "--no-as-needed", "-ltorch"]

@@ -1,6 +1,6 @@
 """Log-probs, and GRPO's loss, from logits on a GPU: forward and backward against a copy of as many bytes, and the peers.
 
-`python -m bench.gpu_logits` (about 90 s), part of `bench/gpu.sh`. `--quick --device cpu` tries it without a GPU.
+`python -m bench.gpu_logits` (a minute or two, or `--budget`), part of `bench/gpu.sh`. `--quick --device cpu` tries it without a GPU.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         compare(rows, n, vocab, dtype, names, args.device, args.seconds)
     if left_out:
-        rows.failed.append(f"no time for {', '.join(left_out)}")
+        say(f"no time for {', '.join(left_out)}")
     return rows.finish()
 
 

@@ -37,7 +37,8 @@ def main() -> int:
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read below, when the process is done)
         keyword = ["-k", chosen] if file != "test_gpu.py" else []
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *keyword, f"tests/{file}"]
-        env = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": path}
         running.append((file, log, subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)))
     failed = False
     for file, log, process in running:

@@ -1,6 +1,7 @@
 """select, and loss with gradient, from log-probs on a GPU: all contenders, each batch gated by the oracle first.
 
-`python -m bench.gpu_tokens` (about 2 minutes), part of `bench/gpu.sh`. `--quick --device cpu` tries it without a GPU.
+`python -m bench.gpu_tokens` (some minutes; with `--budget` the last cases are left out), part of `bench/gpu.sh`. `--quick --device cpu`
+tries it without a GPU.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         compare(rows, tokens, kind, names, args.device, args.seconds)
     if left_out:
-        rows.failed.append(f"no time for {', '.join(left_out)}")
+        say(f"no time for {', '.join(left_out)}")
     return rows.finish()
 
 
@@ -76,6 +77,7 @@ def compare(rows: Rows, tokens: int, kind: float | str, names: list[str], device
     batch = make_full_batch(tokens, kind, device=device) if isinstance(kind, str) else make_batch(tokens, kind, device=device)
     oracle = gate.Oracle.of(batch)
     copies = {what: copy_ms(n * tokens, device) for what, n in BYTES.items()}
+    floors = empty_launches(tokens, device, seconds) if "cuda" in names else {}
     for task in ("select", "loss"):
         for name in names:
             if name == "compiled" and tokens != COMPILED_TOKENS:
@@ -88,7 +90,16 @@ def compare(rows: Rows, tokens: int, kind: float | str, names: list[str], device
                 "measured_share": round(batch.measured_share, 5),
                 "backend": name,
             }
+            if name == "cuda":
+                row |= floors
             attempt(rows, row, lambda name=name, task=task: _measured(name, task, batch, oracle, copies, device, seconds))
+
+
+def empty_launches(tokens: int, device: str, seconds: float) -> dict[str, float]:
+    """ms of a cooperative launch with the grid of `cuda` that does nothing but meet: as often as with nothing to drop, and at most."""
+    on = torch.empty(1, device=device)
+    work = {n: Work(lambda n=n: torch.ops.m2po_cuda.empty_launch(on, tokens, n)) for n in (1, 5)}
+    return {f"empty_{n}_syncs_ms": measure(w, device, seconds)["forward_ms"] for n, w in work.items()}
 
 
 def _measured(

@@ -1,9 +1,11 @@
-"""One small call of every kernel, for compute-sanitizer: `compute-sanitizer --error-exitcode 1 python bench/sanitized.py`.
+"""One small call of every kernel, for compute-sanitizer: `compute-sanitizer --error-exitcode 1 python bench/sanitized.py BACKEND...`.
 
-Every backend that serves the device, eager apart.
+Default: every backend that serves the device, eager apart.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 
@@ -11,10 +13,14 @@ from bench.data import FULL_KINDS, make_full_batch
 from m2po_kernels import dispatch, grpo_loss, m2po_loss, select, selective_log_softmax
 
 
-def main(device: str) -> None:
+# More candidates than the warps of any GPU have room for in shared memory, so that their lists go to global memory.
+MANY_TOKENS = 1 << 21
+
+
+def main(device: str, chosen: list[str]) -> None:
     names = [name for name in dispatch.candidates(torch.device(device)) if dispatch.why_not(name, device) is None]
     for name in names:
-        if name == "eager":
+        if name == "eager" or (chosen and name not in chosen):
             continue
         from_log_probs(name, device)
         if hasattr(dispatch.load(name), "log_softmax"):
@@ -34,6 +40,10 @@ def from_log_probs(name: str, device: str) -> None:
                 loss(leaf, *tensors[1:], reduction=reduction, backend=name).loss.sum().backward()
 
 
+    if device != "cpu":
+        select(*make_full_batch(MANY_TOKENS, "all", device=device).tensors(), backend=name)
+
+
 def from_logits(name: str, device: str) -> None:
     """A vocabulary with a tail; forward and backward."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -44,4 +54,4 @@ def from_logits(name: str, device: str) -> None:
 
 
 if __name__ == "__main__":
-    main("cuda" if torch.cuda.is_available() else "cpu")
+    main("cuda" if torch.cuda.is_available() else "cpu", sys.argv[1:])

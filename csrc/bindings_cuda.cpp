@@ -92,6 +92,12 @@ void backward(const Tensor& grad_loss, const Tensor& scales, const Tensor& cut, 
   m2po::launch(job, device.stream);
 }
 
+// On the device and stream of `on`.
+void empty_launch(const Tensor& on, int64_t tokens, int64_t grid_syncs) {
+  const OnDeviceOf device(on);
+  m2po::launch_empty(tokens, static_cast<int>(grid_syncs), device.stream);
+}
+
 std::string why_not(int64_t device) { return m2po::why_not(static_cast<int>(device)); }
 
 }  // namespace
@@ -104,12 +110,14 @@ STABLE_TORCH_LIBRARY(m2po_cuda, m) {
   m.def(
       "backward(Tensor grad_loss, Tensor scales, Tensor cut, Tensor log_probs, Tensor behavior_log_probs, Tensor advantages, "
       "Tensor mask, Tensor? ref_log_probs, Tensor? weights, Tensor? keep, float[] scalars, int[] flags, Tensor(a!) out) -> ()");
+  m.def("empty_launch(Tensor on, int tokens, int grid_syncs) -> ()");
   m.def("why_not(int device) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(m2po_cuda, M2PO_DISPATCH_KEY, m) {
   m.impl("forward", TORCH_BOX(&forward));
   m.impl("backward", TORCH_BOX(&backward));
+  m.impl("empty_launch", TORCH_BOX(&empty_launch));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(m2po_cuda, CompositeExplicitAutograd, m) { m.impl("why_not", TORCH_BOX(&why_not)); }

@@ -86,7 +86,7 @@ class M2Accumulator:
     ) -> Part:
         """Takes one micro-batch; returns the handle under which its part of the selection is found. Arguments as in `select`.
 
-        ref_log_probs: what the loss is given, if it has a KL term. Read for `nonfinite` alone: tokens where it is NaN or infinite.
+        ref_log_probs: what the loss is given, if it has a KL term; read to find where it is not finite.
         behavior_log_probs=None is an error that `solve` raises, on every rank of its group, so that none waits for this one.
         On a CPU nothing waits; on other devices the number of candidates is read once.
         Raises InvalidArgument, InvalidType (in m2po_kernels.errors).

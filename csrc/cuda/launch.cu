@@ -54,6 +54,23 @@ Facts& facts_of(int device) {
 
 std::string version(int number) { return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10); }
 
+// What a forward launch costs before it does anything: the same grid, which meets `times` times.
+__global__ void __launch_bounds__(kThreadsPerBlock) meet(int times) {
+  for (int i = 0; i < times; ++i) cooperative_groups::this_grid().sync();
+}
+
+// Why this device cannot run what was compiled; empty if it can.
+std::string no_code_for(int device) {
+  int before = 0;
+  check(cudaGetDevice(&before), "cudaGetDevice");
+  check(cudaSetDevice(device), "cudaSetDevice");
+  cudaFuncAttributes attributes;
+  const cudaError_t found = cudaFuncGetAttributes(&attributes, forward_kernel<kThreadsPerBlock, true>);
+  cudaGetLastError();  // else the next call of someone else would report it
+  check(cudaSetDevice(before), "cudaSetDevice");
+  return found == cudaSuccess ? "" : std::string("the library has no code for this device: ") + cudaGetErrorString(found);
+}
+
 int current_device() {
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
@@ -102,18 +119,24 @@ void launch(const BackwardJob& job, void* stream) {
   enqueue(kernel, job, static_cast<int>(wanted), 0, stream, false);
 }
 
+void launch_empty(int64_t tokens, int grid_syncs, void* stream) {
+  enqueue(meet, grid_syncs, shape_as<true>(tokens).blocks, 0, stream, true);
+}
+
 std::string why_not(int device) {
   int driver = 0;
-  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver < CUDART_VERSION)
+  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return "there is no CUDA driver on this machine";
+  // Within a major version a driver runs what a newer toolkit compiled.
+  if (driver / 1000 < CUDART_VERSION / 1000)
     return "the driver serves CUDA up to " + version(driver) + ", and the kernels were built for " + version(CUDART_VERSION);
   try {
     const int major = attribute(cudaDevAttrComputeCapabilityMajor, device);
     if (major < 8) return "the kernels need compute capability 8.0, and this device has " + std::to_string(major);
     if (!attribute(cudaDevAttrCooperativeLaunch, device)) return "this device has no cooperative launches";
+    return no_code_for(device);
   } catch (const std::runtime_error& error) {
     return error.what();
   }
-  return "";
 }
 
 }  // namespace m2po

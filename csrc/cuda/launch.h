@@ -15,6 +15,9 @@ Shape shape_of(const ForwardJob& job);
 void launch(const ForwardJob& job, const Shape& shape, void* stream);
 void launch(const BackwardJob& job, void* stream);
 
+// For benchmarks: the grid of a plain forward launch over `tokens`, that does nothing but meet `grid_syncs` times.
+void launch_empty(int64_t tokens, int grid_syncs, void* stream);
+
 // Empty if the kernels run on this device, else the reason.
 std::string why_not(int device);
 

@@ -53,6 +53,29 @@ TEST(Simt, BarriersMakeWordsVisibleAndAMissingOneShows) {
   }
 }
 
+// Threads clear bins of their own, then count into any: without the barrier between, a warp that is ahead counts into bins that
+// another clears later. The warps meet in a vote in between, which lets no lane of theirs pass another, but other warps.
+std::vector<int> count_after_clearing(bool with_barrier, uint32_t order) {
+  std::vector<int> counts(128);
+  simt::run({1, 128, 128 * sizeof(int), order}, [&] {
+    int* const bins = reinterpret_cast<int*>(gpu::shared_memory());
+    bins[gpu::thread()] = 0;
+    if (with_barrier) gpu::sync_block();
+    gpu::ballot(true);
+    bins[127 - gpu::thread()] += 1;
+    gpu::sync_block();
+    counts[static_cast<size_t>(gpu::thread())] = bins[gpu::thread()];
+  });
+  return counts;
+}
+
+TEST(Simt, AWarpRunsAheadWhereNoBarrierHoldsIt) {
+  const std::vector<int> want(128, 1);
+  for (const uint32_t order : {0u, 1u, 2u, 3u}) EXPECT_EQ(count_after_clearing(true, order), want);
+  EXPECT_EQ(count_after_clearing(false, 0), want);  // by number the vote alone keeps all together
+  for (const uint32_t order : {1u, 2u, 3u}) EXPECT_NE(count_after_clearing(false, order), want);
+}
+
 TEST(SimtDeathTest, AMeetingThatNotAllComeToIsNamed) {
   const auto half = [] {
     if (gpu::thread() < 32) gpu::sync_block();

@@ -39,6 +39,8 @@ struct Warp {
   Meeting meeting;
   uint64_t words[2][kWarp] = {};  // two turns: a lane may give the next word before another has read the last
   int turn[kWarp] = {};
+  std::deque<Fiber*> ready;
+  bool listed = false;  // in Machine::lively
 };
 
 struct Block {
@@ -64,7 +66,8 @@ struct Machine {
   std::vector<Warp> warps;
   std::vector<Block> blocks;
   Meeting grid;
-  std::deque<Fiber*> ready;
+  std::deque<Fiber*> ready;  // in order 0: who can go on, the first first
+  std::vector<Warp*> lively;  // else: warps that may have somebody who can
   std::mt19937 random;
   Fiber main;
   Fiber* now = nullptr;
@@ -86,16 +89,48 @@ void switch_to(Fiber& next) {
 #endif
 }
 
-// The next thread that can go on; the main one when there is none.
-void pass_on() {
+void make_ready(Fiber* fiber) {
   Machine& m = *machine;
-  if (m.ready.empty()) {
-    switch_to(m.main);
+  if (m.launch.order == 0) {
+    m.ready.push_back(fiber);
     return;
   }
-  Fiber* next = m.ready.front();
-  m.ready.pop_front();
-  if (next != m.now) switch_to(*next);
+  Warp& warp = *fiber->warp;
+  warp.ready.push_back(fiber);
+  if (!warp.listed) m.lively.push_back(&warp);
+  warp.listed = true;
+}
+
+Fiber* first_of(std::deque<Fiber*>& ready) {
+  Fiber* const first = ready.front();
+  ready.pop_front();
+  return first;
+}
+
+// Who goes on, null if nobody can. In an order that is not 0 a warp runs on as long as it can, up to a meeting with others that are
+// not there yet: as far ahead of them as a missing barrier would ever let it.
+Fiber* next_ready() {
+  Machine& m = *machine;
+  if (m.launch.order == 0) return m.ready.empty() ? nullptr : first_of(m.ready);
+  if (m.now->warp != nullptr && !m.now->warp->ready.empty()) return first_of(m.now->warp->ready);
+  while (!m.lively.empty()) {
+    Warp*& any = m.lively[m.random() % m.lively.size()];
+    if (!any->ready.empty()) return first_of(any->ready);
+    any->listed = false;
+    any = m.lively.back();
+    m.lively.pop_back();
+  }
+  return nullptr;
+}
+
+// To the next thread that can go on; to the main one when there is none.
+void pass_on() {
+  Fiber* const next = next_ready();
+  if (next == nullptr) {
+    switch_to(machine->main);
+  } else if (next != machine->now) {
+    switch_to(*next);
+  }
 }
 
 void wait(Meeting& meeting, const Place& place) {
@@ -108,7 +143,7 @@ void wait(Meeting& meeting, const Place& place) {
   meeting.here.push_back(m.now);
   if (static_cast<int>(meeting.here.size()) == meeting.members) {
     if (m.launch.order != 0) std::shuffle(meeting.here.begin(), meeting.here.end(), m.random);
-    m.ready.insert(m.ready.end(), meeting.here.begin(), meeting.here.end());
+    for (Fiber* fiber : meeting.here) make_ready(fiber);
     meeting.here.clear();
   }
   m.now->waits_at = &place;
@@ -155,6 +190,7 @@ void run(const Launch& launch, const std::function<void()>& kernel) {
   char* const stacks =
       static_cast<char*>(mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   if (stacks == MAP_FAILED) fail("no memory for stacks", Place::current());
+  std::vector<Fiber*> threads;
   for (int i = 0; i < n; ++i) {
     Fiber& fiber = m.fibers[static_cast<size_t>(i)];
     fiber.thread = i % launch.threads;
@@ -167,9 +203,10 @@ void run(const Launch& launch, const std::function<void()>& kernel) {
     fiber.context.uc_stack.ss_size = kStack;
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, enter, 0);
-    m.ready.push_back(&fiber);
+    threads.push_back(&fiber);
   }
-  if (launch.order != 0) std::shuffle(m.ready.begin(), m.ready.end(), m.random);
+  if (launch.order != 0) std::shuffle(threads.begin(), threads.end(), m.random);
+  for (Fiber* fiber : threads) make_ready(fiber);
   pass_on();
   for (const Fiber& fiber : m.fibers)
     if (!fiber.done) fail("threads wait for others that never come", fiber.waits_at ? *fiber.waits_at : Place::current());

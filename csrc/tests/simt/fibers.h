@@ -15,8 +15,8 @@ using Place = std::source_location;
 struct Launch {
   int blocks = 1, threads = 32;  // threads of a block: a multiple of 32
   int64_t shared_bytes = 0;
-  // In which order threads run between two meetings: by number, or shuffled by this seed. A result that depends on it shows a
-  // barrier that is missing.
+  // In which order threads run between two meetings: by number; or, with this seed, a warp as far as it can go before any other,
+  // its lanes shuffled. A result that depends on it shows a barrier that is missing.
   uint32_t order = 0;
 };
 
