@@ -47,14 +47,13 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
 def architectures() -> list[str]:
-    """Those to build for: of M2PO_ARCHITECTURES (a list with commas), or all that this nvcc knows; before 12.8 it knows no sm_100."""
+    """Those to build for: M2PO_ARCHITECTURES (a list with commas), or all that this nvcc knows; before 12.8 none knows sm_100."""
     known = subprocess.run([str(find_nvcc()), "--list-gpu-code"], capture_output=True, text=True).stdout.split()
     wanted = os.environ.get("M2PO_ARCHITECTURES", "")
     chosen = [arch for arch in (wanted.split(",") if wanted else ARCHITECTURES) if wanted or arch in known]
     unknown = [arch for arch in chosen if arch not in known]
     if unknown or not chosen:
-        expected = f"some of {', '.join(arch for arch in known if arch >= 'sm_80')}"
-        raise SystemExit(f"M2PO_ARCHITECTURES={wanted!r} names {unknown or 'nothing'} that {find_nvcc()} knows; expected {expected}")
+        raise SystemExit(f"M2PO_ARCHITECTURES must name some of {', '.join(known)}, which {find_nvcc()} knows; got {wanted!r}")
     return chosen
 
 
@@ -135,7 +134,12 @@ def first_line_of(command: list[str], pattern: str = ".+") -> str:
     return found[0] if found else ""
 
 
-def write_record(command: build_py, failed: dict[str, str]) -> None:
+def package_of(command: build_py) -> Path:
+    """Where the command puts the package."""
+    return (ROOT if command.editable_mode else Path(command.build_lib)) / "m2po_kernels"
+
+
+def write_record(package: Path, failed: dict[str, str]) -> None:
     """Leaves in the package what was built, for `m2po doctor` and for loading. failed: why a chosen library is not there."""
     compiler, torch = NEEDED
     built = {name: chosen and name not in failed for name, (chosen, _) in CHOSEN.items()}
@@ -155,7 +159,6 @@ def write_record(command: build_py, failed: dict[str, str]) -> None:
         record |= {"compiler": first_line_of([compiler, "--version"]), "torch": found[1] if found else "", "isas": list(ISAS)}
     if built["cuda"]:
         record |= {"nvcc": first_line_of([find_nvcc(), "--version"], r"release \S+(?=,)"), "architectures": architectures()}
-    package = (ROOT if command.editable_mode else Path(command.build_lib)) / "m2po_kernels"
     package.mkdir(parents=True, exist_ok=True)
     (package / "_build.json").write_text(json.dumps(record, indent=1) + "\n")
 
@@ -167,6 +170,11 @@ class BuildLibraries(build_ext):
         super().initialize_options()
         self.failed = {}
 
+    def run(self) -> None:
+        super().run()
+        if self.inplace:  # build_ext --inplace alone, without build_py
+            write_record(ROOT / "m2po_kernels", self.failed)
+
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
@@ -177,7 +185,7 @@ class BuildLibraries(build_ext):
         except Exception as error:
             # Without M2PO_BUILD a library is optional, and setuptools goes on; with it, this ends the build.
             self.failed[name] = f"the compiler failed: {error}"
-            write_record(self.get_finalized_command("build_py"), self.failed)
+            write_record(package_of(self.get_finalized_command("build_py")), self.failed)
             raise
 
     def build_native(self, ext: Extension, compiler: str, torch: Path) -> None:
@@ -222,7 +230,7 @@ class BuildPython(build_py):
         super().run()
         for name, (chosen, why) in CHOSEN.items():
             print(f"m2po_kernels: {'with' if chosen else 'without'} {name} ({why})", file=sys.stderr)
-        write_record(self, {})
+        write_record(package_of(self), {})
 
 
 class PlatformWheel(bdist_wheel):

@@ -10,7 +10,7 @@
 #
 # Rows are written as they are measured, to RESULTS/<gpu>-gpu-*.jsonl; a step that fails or runs out of time leaves what it has, the
 # others still run, and the exit code is 1. Logs: RESULTS/gpu-logs.tar.gz. No step begins or goes on after 460 s.
-# The backend cuda needs its compiled library: where nvcc is it is built, for this GPU alone (half a minute); else it is carried along
+# The backend cuda needs its compiled library: where nvcc is it is built, for this GPU alone (a minute); else it is carried along
 # from where `make install` built it, for any torch >= 2.10: m2po_kernels/_cuda.so with _native.so and _build.json beside it.
 # Without it the other backends run, and the run fails.
 set -uo pipefail
@@ -62,7 +62,7 @@ else
   step 25 install "$PYTHON" -m pip install --quiet --no-deps --retries 0 --timeout 5 -r bench/gpu-requirements.txt
 fi
 if [[ $arch != - && ! -e m2po_kernels/_cuda.so ]] && command -v "${CUDA_HOME:+$CUDA_HOME/bin/}nvcc" >/dev/null; then
-  M2PO_BUILD=cuda M2PO_ARCHITECTURES=$arch step 100 build "$PYTHON" setup.py build_py build_ext --inplace
+  M2PO_BUILD=cuda M2PO_ARCHITECTURES=$arch step 100 build "$PYTHON" setup.py build_ext --inplace
 fi
 if [[ $arch != - ]]; then
   step 30 cuda "$PYTHON" -c 'import sys; from m2po_kernels.dispatch import why_not; sys.exit(why_not("cuda", "cuda"))'

@@ -1,6 +1,6 @@
 """Log-probs, and GRPO's loss, from logits on a GPU: forward and backward against a copy of as many bytes, and the peers.
 
-`python -m bench.gpu_logits` (a minute or two, or `--budget`), part of `bench/gpu.sh`. `--quick --device cpu` tries it without a GPU.
+`python -m bench.gpu_logits` (a minute or two, or `--budget`), part of `bench/gpu.sh`. `--quick --device cpu` tries it on a CPU.
 """
 
 from __future__ import annotations

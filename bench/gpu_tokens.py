@@ -1,7 +1,7 @@
 """select, and loss with gradient, from log-probs on a GPU: all contenders, each batch gated by the oracle first.
 
-`python -m bench.gpu_tokens` (some minutes; with `--budget` the last cases are left out), part of `bench/gpu.sh`. `--quick --device cpu`
-tries it without a GPU.
+`python -m bench.gpu_tokens` (some minutes; with `--budget` the last cases are left out), part of `bench/gpu.sh`. `--quick --device
+cpu` tries it without a GPU.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def compare(rows: Rows, tokens: int, kind: float | str, names: list[str], device
 
 
 def empty_launches(tokens: int, device: str, seconds: float) -> dict[str, float]:
-    """ms of a cooperative launch with the grid of `cuda` that does nothing but meet: as often as with nothing to drop, and at most."""
+    """ms of a cooperative launch with the grid of `cuda` that only meets: as often as with nothing to drop, and at most."""
     on = torch.empty(1, device=device)
     work = {n: Work(lambda n=n: torch.ops.m2po_cuda.empty_launch(on, tokens, n)) for n in (1, 5)}
     return {f"empty_{n}_syncs_ms": measure(w, device, seconds)["forward_ms"] for n, w in work.items()}

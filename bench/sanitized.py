@@ -1,4 +1,4 @@
-"""One small call of every kernel, for compute-sanitizer: `compute-sanitizer --error-exitcode 1 python bench/sanitized.py BACKEND...`.
+"""A small call of every kernel, for compute-sanitizer: `compute-sanitizer --error-exitcode 1 python bench/sanitized.py BACKEND...`
 
 Default: every backend that serves the device, eager apart.
 """
@@ -11,7 +11,6 @@ import torch
 
 from bench.data import FULL_KINDS, make_full_batch
 from m2po_kernels import dispatch, grpo_loss, m2po_loss, select, selective_log_softmax
-
 
 # More candidates than the warps of any GPU have room for in shared memory, so that their lists go to global memory.
 MANY_TOKENS = 1 << 21
@@ -38,7 +37,6 @@ def from_log_probs(name: str, device: str) -> None:
             for reduction in ("token-mean", "none"):
                 leaf = tensors[0].clone().requires_grad_()
                 loss(leaf, *tensors[1:], reduction=reduction, backend=name).loss.sum().backward()
-
 
     if device != "cpu":
         select(*make_full_batch(MANY_TOKENS, "all", device=device).tensors(), backend=name)

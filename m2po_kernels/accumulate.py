@@ -129,9 +129,9 @@ class M2Accumulator:
         replicated_over: the ranks that hold the same tokens as this one (tensor parallel; context parallel after
             reconstruction). They take no part, and must not be in `group`. M2PO_CHECK=1 compares the tokens: of `group` no two
             ranks may hold the same, of `replicated_over` all must.
-        sync: the same on all ranks. True: one host sync, after the first of at most 4 all-reduces (8 for float64 log-probs); if nothing is to be
-            dropped it was the last. False: all of them and no sync; off a CPU a rank then learns only of its own missing
-            behaviour log-probs, and of none of the other errors.
+        sync: the same on all ranks. True: one host sync, after the first of at most 4 all-reduces (8 for float64 log-probs); if
+            nothing is to be dropped it was the last. False: all of them and no sync; off a CPU a rank then learns only of its own
+            missing behaviour log-probs, and of none of the other errors.
 
         Ties at the cut are dropped in the order of (rank, position). At most 2^31 tokens.
         Raises MissingBehaviorLogProbs, NonFiniteError or InvalidArgument on all ranks of the group alike; what torch raises for a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import simt
 import torch
+import triton
 
 import m2po_kernels
 from bench import cuda_report
@@ -18,6 +20,35 @@ from m2po_kernels import compiled
 
 PACKAGE = Path(m2po_kernels.__file__).parent
 QUICK = ("sm_90",)
+
+
+def cuobjdump(*options: str) -> str:
+    """What CUDA's disassembler, which Triton brings along, says of the library that is shipped."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run([tool, *options, PACKAGE / "_cuda.so"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(not compiled.build_record().get("cuda"), reason="the CUDA library was not built")
+def test_machine_code_of_every_chip():
+    """Of the library itself: no stack, no spill, registers for the blocks launched, and accesses of 16 bytes in SASS."""
+    chips = compiled.build_record()["architectures"]
+    usage = {
+        chip: dict(re.findall(r"Function (\S+):\n\s*(.*)", part))
+        for chip, part in re.findall(r"arch = (\S+)\n(.*?)(?=Fatbin|\Z)", cuobjdump("-res-usage"), re.S)
+    }
+    for chip in chips:
+        kernels = {name: said for name, said in usage[chip].items() if "ward_kernel" in name}
+        assert len(kernels) == 4
+        code = dict(re.findall(r"Function : (\S+)\n(.*?)(?=Function :|\Z)", cuobjdump("-sass", "-arch", chip), re.S))
+        for name, said in kernels.items():
+            at_once = 1 if "forward" in name and "ELb0" in name else 2
+            registers, stack, local = (int(re.search(rf"{what}:(\d+)", said)[1]) for what in ("REG", "STACK", "LOCAL"))
+            assert stack == local == 0, (chip, name, said)
+            assert registers * 256 * at_once <= cuda_report.REGISTERS, (chip, name, said)
+            assert not re.search(r"\b(LDL|STL)\b", code[name]), (chip, name)
+            # fp32: two of each of both log-probs and the advantages; the gradient.
+            assert len(re.findall(r"\bLDG\.\S*128\S*", code[name])) >= 6, (chip, name)
+            assert "backward" not in name or len(re.findall(r"\bSTG\.\S*128\S*", code[name])) >= 2, (chip, name)
 
 
 @pytest.mark.skipif(cuda_report.nvcc() is None, reason="no nvcc")

@@ -69,8 +69,8 @@ def linear_log_probs(
     mask: shape of the results, bool or 0/1: where 0 nothing is multiplied and the result is 0, whatever stands there.
     temperature, logit_scale, logit_softcap, vocab_size, return_entropy, entropy_grad, backend: as in `selective_log_softmax`.
     tp_group, vocab_start: weight (bias, lora_b) is this rank's shard, whose first row is token vocab_start; vocab_size is then
-        the whole vocabulary's. Both are then required. All ranks pass the same hidden, ids and mask, and the same gradient flows into all.
-        d hidden and d lora_a are this rank's part; reduce_hidden=True sums them over tp_group.
+        the whole vocabulary's. Both are then required. All ranks pass the same hidden, ids and mask, and the same gradient
+        flows into all. d hidden and d lora_a are this rank's part; reduce_hidden=True sums them over tp_group.
     gather_rows: False multiplies every row, so that no count has to reach the host: for CUDA graphs.
     max_workspace_bytes: of a chunk's logits and hidden states. Default 192 MB on a CPU, 640 MB elsewhere.
 
