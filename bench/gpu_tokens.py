@@ -1,7 +1,7 @@
 """select, and loss with gradient, from log-probs on a GPU: all contenders, each batch gated by the oracle first.
 
-`python -m bench.gpu_tokens` (some minutes; with `--budget` the last cases are left out), part of `bench/gpu.sh`. `--quick --device
-cpu` tries it without a GPU.
+`python -m bench.gpu_tokens` (some minutes; with `--budget` the last cases are left out), part of `bench/gpu.sh`. `--quick
+--device cpu` tries it without a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small call of every kernel, for compute-sanitizer: `compute-sanitizer --error-exitcode 1 python bench/sanitized.py BACKEND...`
+"""Every kernel once, for compute-sanitizer: `compute-sanitizer --error-exitcode 1 python bench/sanitized.py BACKEND...`
 
 Default: every backend that serves the device, eager apart.
 """
