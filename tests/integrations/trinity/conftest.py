@@ -6,7 +6,10 @@ import os
 import pathlib
 import sys
 
-FOLDERS = [str(pathlib.Path(__file__).parents[1] / "verl"), str(pathlib.Path(__file__).parent)]
+HERE = pathlib.Path(__file__).parent
+FOLDERS = [str(HERE.parent / "verl"), str(HERE)]
+# pytest puts it on the path. It has a folder trl, which verl would take for that package, as it is not installed here.
+sys.path.remove(str(HERE.parent))
 sys.path[:0] = FOLDERS
 # Before verl is imported. VERL_ENGINE_DEVICE: the engines are registered for devices that are not here.
 os.environ.update(

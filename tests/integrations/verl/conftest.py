@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import pathlib
+import sys
 
 HERE = pathlib.Path(__file__).parent
+# pytest puts it on the path. It has a folder trl, which verl would take for that package, as it is not installed here.
+sys.path.remove(str(HERE.parent))
 # Before verl is imported. VERL_ENGINE_DEVICE: the engines are registered for devices that are not here.
 os.environ.update(
     VERL_PLATFORM="cpu",
