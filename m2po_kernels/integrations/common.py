@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from m2po_kernels import M2Accumulator, Part, Selection
+from m2po_kernels.distributed import Ranks
 
 # By distribution. Hooks were read in these releases, and tests/integrations runs against them.
 TESTED = {
@@ -56,7 +57,7 @@ class Share(NamedTuple):
 class Window:
     """The selection of one optimizer step, made before its first micro-batch is trained on.
 
-    unscored_tokens: of this rank, 0-d int64; valid tokens whose behaviour log-prob is NaN. They are left out of everything.
+    unscored_tokens: of all ranks, 0-d int64; valid tokens whose behaviour log-prob is NaN. They are left out of everything.
     """
 
     selection: Selection
@@ -91,7 +92,7 @@ def select_window(
 
     Raises MissingBehaviorLogProbs on all ranks if a micro-batch of any has none, and what `M2Accumulator.solve` raises.
     """
-    accumulator = M2Accumulator(m2_threshold=m2_threshold, scope=scope)
+    accumulator, ranks = M2Accumulator(m2_threshold=m2_threshold, scope=scope), Ranks(group)
     shares, unscored = [], []
     for log_probs, behavior, advantages, mask in micro_batches:
         mask = mask != 0
@@ -102,4 +103,6 @@ def select_window(
         part = accumulator.add(log_probs, behavior, advantages, mask)
         shares.append(Share(log_probs if behavior is None else behavior, mask, part))
     selection = accumulator.solve(group, replicated_over=replicated_over)
-    return Window(selection, shares, torch.stack(unscored).sum() if unscored else torch.tensor(0))
+    # After it: what raises there raises on all ranks, so that none is left waiting here.
+    n_unscored = torch.stack(unscored).sum() if unscored else torch.zeros((), dtype=torch.int64, device=ranks.default_device())
+    return Window(selection, shares, ranks.sum(n_unscored))

@@ -35,8 +35,8 @@ def _run(rank: int, job: Callable, model_path: str, folder: pathlib.Path) -> Non
 
 
 def share(model_path: str, rank: int) -> list[tiny.Sequence]:
-    """The rollouts of one rank: the two have different numbers of tokens."""
-    return tiny.rollouts(model_path, 12, seed=10 + rank)
+    """The rollouts of one rank: the two have different numbers of tokens, scored and not."""
+    return tiny.rollouts(model_path, 12, seed=10 + rank, unscored=0.1)
 
 
 def train(model_path: str, rank: int) -> dict[str, Any]:

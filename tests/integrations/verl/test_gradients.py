@@ -65,7 +65,7 @@ def test_many_steps_and_epochs(actor, model_path):
 
 def test_unscored_tokens_are_left_out_and_counted(actor, model_path):
     sequences = tiny.rollouts(model_path, 12, seed=3, unscored=0.2)
-    unscored = sum(int((s.behavior.isnan() & s.mask).sum()) for s in sequences)
+    unscored = tiny.count_unscored(sequences)
     reference, counts = tiny.gradient(tiny.load(model_path), [sequences])
     assert 0 < unscored < counts["valid"]
     workers.restart(actor)
@@ -125,6 +125,7 @@ def test_two_ranks(two_ranks, model_path, layout):
     """Each rank has half of each mini-batch. Both hold the gradient of the whole, and log the same."""
     first, second = two_ranks
     shares = [jobs.share(model_path, rank) for rank in range(2)]
+    assert tiny.count_unscored(shares[0]) != tiny.count_unscored(shares[1])
     steps = first[layout]["steps"]
     assert len(steps) == 2
     for i, step in enumerate(steps):
@@ -135,3 +136,4 @@ def test_two_ranks(two_ranks, model_path, layout):
         assert tiny.difference(second[layout]["steps"][i].gradient, reference) < BOUND
         for rank in (first, second):
             assert rank[layout]["metrics"]["m2/masked_fraction"][i] == pytest.approx(counts["dropped"] / counts["valid"])
+            assert rank[layout]["metrics"]["m2/unscored_tokens"][i] == pytest.approx(tiny.count_unscored(mini_batch))

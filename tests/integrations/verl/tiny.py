@@ -83,6 +83,10 @@ def rollouts(path: str, n: int, seed: int, *, unscored: float = 0.0) -> list[Seq
     return sequences
 
 
+def count_unscored(sequences: list[Sequence]) -> int:
+    return sum(int((s.behavior.isnan() & s.mask).sum()) for s in sequences)
+
+
 def selection(d: Tensor, advantages: Tensor, tau: float) -> Tensor:
     """Algorithm 1, literally."""
     keep = torch.ones_like(d, dtype=torch.bool)
