@@ -65,19 +65,21 @@ class Window:
     unscored_tokens: Tensor
 
     def metrics(self) -> dict[str, float]:
-        """For a logger, by the names that the adapters share. Waits for the device."""
+        """For a logger, by the names that the adapters share, the same on all ranks. Waits for the device."""
         values = self.selection.metrics.to_dict()
-        return {
+        logged = {
             "m2/before": values["m2_before"],
             "m2/after": values["m2_after"],
             "m2/masked_fraction": values["masked_fraction"],
             "m2/trust_region_fraction": values["trust_region_fraction"],
             "m2/threshold": self.selection.m2_threshold,
-            "m2/cut": values["m2_cut"],
             "m2/approx_kl": values["approx_kl"],
             "m2/ratio_max": values["ratio_max"],
             "m2/unscored_tokens": float(self.unscored_tokens),
         }
+        if values["dropped_tokens"]:  # else there is no cut, and one infinity would be the mean of all steps
+            logged["m2/cut"] = values["m2_cut"]
+        return logged
 
 
 def select_window(

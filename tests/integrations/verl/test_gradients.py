@@ -6,6 +6,8 @@ deep, make a few times larger. A token more or less in the selection is 1e-3 and
 
 from __future__ import annotations
 
+import math
+
 import jobs
 import pytest
 import tiny
@@ -36,7 +38,21 @@ def test_one_step(actor, model_path, form, layout):
     assert logged["m2/trust_region_fraction"] == pytest.approx(counts["region"] / counts["valid"])
     assert logged["m2/before"] > 0.04 > logged["m2/after"]
     assert logged["m2/threshold"] == pytest.approx(0.04)  # verl averages over micro-batches
-    assert {"m2/approx_kl", "m2/ratio_max", "m2/cut", "m2/unscored_tokens", "actor/pg_loss"} <= logged.keys()
+    assert logged["m2/cut"] > 0.04
+    assert {"m2/approx_kl", "m2/ratio_max", "m2/unscored_tokens", "actor/pg_loss"} <= logged.keys()
+
+
+def test_the_cut_is_logged_where_there_is_one(actor, model_path):
+    """An infinity of the first mini-batch would be the mean that verl logs."""
+    fresh, stale = tiny.rollouts(model_path, 6, seed=1, noise=0.0), tiny.rollouts(model_path, 6, seed=2)
+    workers.restart(actor)
+    metrics = workers.update(
+        actor, workers.nested_batch(fresh + stale), mini_batch=6, use_dynamic_bsz=False, micro_batch_size_per_gpu=2
+    )
+    nothing, something = metrics["m2/masked_fraction"]
+    assert nothing == 0 < something
+    (cut,) = metrics["m2/cut"]
+    assert 0.04 < cut < math.inf
 
 
 def test_selecting_in_each_micro_batch_is_another_gradient(model_path):

@@ -61,8 +61,8 @@ def log_probs(model: Qwen2ForCausalLM, sequence: Sequence) -> Tensor:
 
 
 @torch.no_grad()
-def rollouts(path: str, n: int, seed: int, *, unscored: float = 0.0) -> list[Sequence]:
-    """Sequences of many lengths, one advantage each; log-probs off by a noise of 0.4, as from an engine long out of date.
+def rollouts(path: str, n: int, seed: int, *, noise: float = 0.4, unscored: float = 0.0) -> list[Sequence]:
+    """Sequences of many lengths, one advantage each; log-probs off by `noise`: 0.4 is that of an engine long out of date.
 
     Every fifth token of some is a tool's. unscored: the share of tokens without a log-prob.
     """
@@ -76,8 +76,8 @@ def rollouts(path: str, n: int, seed: int, *, unscored: float = 0.0) -> list[Seq
             mask[4::5] = False
         advantages = torch.randn(1, generator=draw).expand(len(response)).clone()
         sequence = Sequence(prompt, response, mask, advantages, torch.empty(0))
-        noise = 0.4 * torch.randn(len(response), generator=draw, dtype=torch.float64)
-        behavior = (log_probs(model, sequence) + noise).float()
+        off = noise * torch.randn(len(response), generator=draw, dtype=torch.float64)
+        behavior = (log_probs(model, sequence) + off).float()
         behavior[torch.rand(len(response), generator=draw) < unscored] = torch.nan
         sequences.append(replace(sequence, behavior=behavior))
     return sequences
