@@ -134,7 +134,8 @@ class M2POTrainer(ppo_actor.ActorPPOTrainer):
                 f"each action token ({error})"
             ) from None
         self._window, self._fresh = window, False
-        self._metrics = {name: torch.tensor(value) for name, value in window.metrics().items()}
+        # Not the cut: OpenRLHF averages over the steps of a rollout, and takes 0 where a step has none.
+        self._metrics = {name: torch.tensor(value) for name, value in window.metrics().items() if name != "m2/cut"}
 
     @torch.no_grad()
     def _micro_batch(self, experience: Any) -> MicroBatch:
