@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from m2po_kernels import M2Accumulator, Part, Selection
 from m2po_kernels.distributed import Ranks
+from m2po_kernels.errors import InvalidArgument
 
 # By distribution. Hooks were read in these releases, and tests/integrations runs against them.
 TESTED = {
@@ -34,6 +35,24 @@ def check_version(distribution: str) -> None:
             f"m2po_kernels.integrations is tested with {distribution} {tested}; installed is {distribution} {installed}",
             stacklevel=3,
         )
+
+
+# Options of a sampler that make another distribution of it than the softmax that a trainer computes: the values that do not.
+_WHOLE = {"top_p": (1.0,), "top_k": (-1, 0), "min_p": (0.0,), "repetition_penalty": (1.0,)}
+
+
+def check_sampler(options: Mapping[str, Any], where: str) -> None:
+    """Raises InvalidArgument for options of the rollout, found under `where`, that make M2PO's ratio one of two samplers."""
+    for name, values in _WHOLE.items():
+        value = options.get(name)
+        if value is not None and value not in values:
+            raise InvalidArgument(
+                f"{where}.{name} must be {values[0]} with M2PO, or tokens are sampled from another distribution than that whose "
+                f"log-probs the trainer computes; got {value}"
+            )
+    temperature = options.get("temperature")
+    if temperature is not None and not temperature > 0:
+        raise InvalidArgument(f"{where}.temperature must be > 0 with M2PO, as greedy tokens have no log-probs; got {temperature}")
 
 
 class MicroBatch(NamedTuple):
