@@ -17,10 +17,11 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import register_policy_loss
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import ActorConfig, PolicyLossConfig
-from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngineWithLMHead, MegatronEngineWithLMHead
+from verl.workers.engine import BaseEngine, EngineRegistry, MegatronEngineWithLMHead
 
 from m2po_kernels.errors import InvalidArgument
 from m2po_kernels.integrations.common import check_sampler, check_version
+from m2po_kernels.integrations.verl_head import LinearHeadEngine, asked_for
 from m2po_kernels.integrations.verl_step import ROWS, VENDOR, Step, current_step
 
 # Of other losses: M2PO selects tokens, and clips, smooths and penalizes nothing.
@@ -146,7 +147,7 @@ class _SelectingEngine(BaseEngine):
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda", "npu"], vendor=VENDOR)
-class M2POFSDPEngine(_SelectingEngine, FSDPEngineWithLMHead):
+class M2POFSDPEngine(_SelectingEngine, LinearHeadEngine):
     def _replicas(self) -> Any:
         return self.ulysses_parallel_group  # each of them gathers the log-probs of whole sequences
 
@@ -156,6 +157,14 @@ if MegatronEngineWithLMHead is not None:
 
     @EngineRegistry.register(model_type="language_model", backend="megatron", device="cuda", vendor=VENDOR)
     class M2POMegatronEngine(_SelectingEngine, MegatronEngineWithLMHead):
+        def __init__(self, model_config: Any, *args: Any, **kwargs: Any):
+            if asked_for(model_config):
+                raise InvalidArgument(
+                    "actor_rollout_ref.model.fused_kernel_options.impl_backend must not be m2po with actor.strategy=megatron, "
+                    "whose engine has no place for another head; got m2po"
+                )
+            super().__init__(model_config, *args, **kwargs)
+
         def train_batch(self, data: Any, loss_function: Callable) -> Any:
             if self.engine_config.dynamic_context_parallel:
                 raise InvalidArgument(

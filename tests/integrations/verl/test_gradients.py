@@ -95,20 +95,9 @@ def test_unscored_tokens_are_left_out_and_counted(actor, model_path):
 def test_entropy_and_kl_terms_are_added_by_verl(model_path, world):
     """Once each, over all valid tokens, dropped or not."""
     sequences = tiny.rollouts(model_path, 6, seed=7)
-    model = tiny.load(model_path)
-    reference, counts = tiny.gradient(model, [sequences])
-    assert counts["dropped"] > 0
-    model.zero_grad()
-    mask = torch.cat([s.mask for s in sequences])
-    d = torch.cat([s.behavior - tiny.log_probs(model, s) for s in sequences])[mask]  # the rollout policy as reference policy
-    log_p = torch.cat([tiny.logits(model, s) for s in sequences])[mask].log_softmax(-1)
-    (0.3 * (d.exp() - d - 1).mean() + 0.2 * (log_p.exp() * log_p).sum(-1).mean()).backward()
-    for name, parameter in model.named_parameters():
-        reference[name] += parameter.grad
-    terms = ("entropy_coeff=0.2", "use_kl_loss=True", "kl_loss_coef=0.3")
-    actor = workers.make_actor(workers.compose(model_path, *(f"actor_rollout_ref.actor.{term}" for term in terms)))
-    batch = workers.nested_batch(sequences)
-    batch["ref_log_prob"] = batch["old_log_probs"]
+    reference = tiny.gradient_with_terms(tiny.load(model_path), sequences, **workers.COEFFICIENTS)
+    actor = workers.make_actor(workers.compose(model_path, *workers.TERMS))
+    batch = workers.nested_batch(sequences, reference=True)
     workers.update(actor, batch, mini_batch=6, entropy=True, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
     assert tiny.difference(actor.actor.engine.steps[0].gradient, reference) < BOUND
 

@@ -117,6 +117,18 @@ def gradient(
     return gradients, {"valid": n_valid, "dropped": n_dropped, "region": n_region}
 
 
+def gradient_with_terms(model: Qwen2ForCausalLM, sequences: list[Sequence], *, kl: float, entropy: float) -> dict[str, Tensor]:
+    """With a KL term to the rollout policy and an entropy bonus, over all valid tokens, dropped or not."""
+    gradients, counts = gradient(model, [sequences])
+    assert counts["dropped"] > 0
+    model.zero_grad()
+    mask = torch.cat([s.mask for s in sequences])
+    d = torch.cat([s.behavior - log_probs(model, s) for s in sequences])[mask]
+    log_p = torch.cat([logits(model, s) for s in sequences])[mask].log_softmax(-1)
+    (kl * (d.exp() - d - 1).mean() + entropy * (log_p.exp() * log_p).sum(-1).mean()).backward()
+    return {name: gradients[name] + parameter.grad for name, parameter in model.named_parameters()}
+
+
 def difference(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
     """Relative, in the 2-norm over all parameters."""
     assert ours.keys() == reference.keys()
