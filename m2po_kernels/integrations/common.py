@@ -38,7 +38,7 @@ def check_version(distribution: str) -> None:
 
 
 # Options of a sampler that make another distribution of it than the softmax that a trainer computes: the values that do not.
-_WHOLE = {"top_p": (1.0,), "top_k": (-1, 0), "min_p": (0.0,), "repetition_penalty": (1.0,)}
+_WHOLE = {"top_p": (1.0,), "top_k": (-1, 0), "min_p": (0.0,), "repetition_penalty": (1.0,), "do_sample": (True,)}
 
 
 def check_sampler(options: Mapping[str, Any], where: str) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine import FSDPEngineWithLMHead
 
@@ -70,9 +71,11 @@ class LinearHeadEngine(FSDPEngineWithLMHead):
 @contextmanager
 def _on_a_cpu(module: Any) -> Iterator[None]:
     """verl builds a model on the CPU, where `add_linear_head` tries eight tokens and flash attention does not run."""
-    own = module.config._attn_implementation
-    module.set_attn_implementation("eager")
+    configs = [part.config for part in module.modules() if isinstance(part, PreTrainedModel)]  # a vision tower has its own
+    own = [config._attn_implementation for config in configs]
+    module.config._attn_implementation = "eager"
     try:
         yield
     finally:
-        module.set_attn_implementation(own)
+        for config, name in zip(configs, own, strict=True):
+            config._attn_implementation = name

@@ -9,10 +9,12 @@ import pytest
 import tiny
 import workers
 from test_gradients import BOUND, LAYOUTS
+from transformers import Qwen2ForCausalLM
 from verl.workers.engine import FSDPEngine
 from verl.workers.engine.fsdp import transformer_impl
 
 from m2po_kernels.errors import InvalidArgument
+from m2po_kernels.integrations import verl_head
 
 ONE_BY_ONE = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
 
@@ -93,6 +95,14 @@ def test_two_ranks(model_path, tmp_path):
             mini_batch = [s for share in shares for s in share[6 * i :][:6]]
             reference, _ = tiny.gradient(tiny.load(model_path, step.weights), [mini_batch])
             assert tiny.difference(step.gradient, reference) < BOUND
+
+
+def test_the_attention_of_the_model_is_left_as_it_was(model_path):
+    """It is another one while the head is tried."""
+    model = Qwen2ForCausalLM.from_pretrained(model_path, attn_implementation="sdpa")
+    with verl_head._on_a_cpu(model):
+        assert model.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == model.model.config._attn_implementation == "sdpa"
 
 
 def test_half_of_the_options(model_path, world):

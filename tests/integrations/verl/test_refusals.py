@@ -33,6 +33,7 @@ def batch(model_path):
         (["actor_rollout_ref.rollout.top_p=0.95"], r"actor_rollout_ref\.rollout\.top_p must be 1\.0 .*; got 0\.95"),
         (["actor_rollout_ref.rollout.top_k=50"], r"rollout\.top_k must be -1 .*; got 50"),
         (["+actor_rollout_ref.rollout.repetition_penalty=1.1"], r"rollout\.repetition_penalty must be 1\.0 .*; got 1\.1"),
+        (["actor_rollout_ref.rollout.do_sample=False"], r"rollout\.do_sample must be True .*; got False"),
         (["actor_rollout_ref.rollout.temperature=0"], r"rollout\.temperature must be > 0 .*; got 0"),
         (["actor_rollout_ref.rollout.logprobs_mode=raw_logprobs"], r"rollout\.logprobs_mode must be processed_logprobs"),
     ],
