@@ -60,8 +60,9 @@ class LinearHeadEngine(FSDPEngineWithLMHead):
         def head(hidden: Tensor, weight: Tensor, token_ids: Tensor, **options: Any) -> LinearHeadOutput:
             options |= {"temperature": temperature, "return_entropy": entropy, "entropy_grad": entropy}
             result = linear_log_probs(hidden, weight, token_ids, **options)
-            log_probs, entropies = result if entropy else (result, None)
-            return LinearHeadOutput(log_probs=log_probs, entropy=entropies)
+            log_probs, entropies = result if isinstance(result, tuple) else (result, None)
+            # No views: FSDP2 hooks what comes out, and an operation in place on a view would lose the hook.
+            return LinearHeadOutput(log_probs=log_probs.clone(), entropy=None if entropies is None else entropies.clone())
 
         if "shift_labels" not in inputs:  # verl rolls them only where it removes the padding
             inputs["shift_labels"] = inputs["input_ids"].roll(-1, dims=1)
