@@ -12,6 +12,7 @@ from helpers import Tokens
 from torch import Tensor, nn
 
 from m2po_kernels import M2Accumulator, accumulate, loss_scale, m2po_loss
+from m2po_kernels.integrations.common import MicroBatch, select_window
 
 
 @dataclass
@@ -96,6 +97,13 @@ def solve_once(parts: list[Tokens], group: Any, replicas: Any) -> Tensor:
     for part in parts:
         acc.add(*part)
     return acc.solve(group, replicated_over=replicas).keep
+
+
+def select_in_window(rank: int, groups: dict, parts: list[Tokens]) -> tuple[int, int, int]:
+    """As an adapter does, on two ranks: tokens without a behaviour log-prob, valid tokens, collectives."""
+    with _Counting() as counting:
+        window = select_window([MicroBatch(*part) for part in parts], group=groups[2])
+    return int(window.unscored_tokens), int(window.selection.metrics.valid_tokens), counting.calls
 
 
 def _checked(check: str, call: Any) -> Any:

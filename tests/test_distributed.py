@@ -191,6 +191,29 @@ def test_missing_behavior_log_probs_are_an_error_on_all_ranks(world):
     assert_one_selection(solve(world, [[tokens], []]), tokens)  # nobody is left waiting
 
 
+@pytest.mark.parametrize("empty_handed", [False, True])
+def test_adapters_count_the_unscored_tokens_of_all_ranks(world, empty_handed):
+    shares = [random_tokens((2, 30), seed=seed) for seed in range(2)]
+    for tokens, unscored in zip(shares, (slice(0, 3), slice(20, 27)), strict=True):
+        tokens.behavior_log_probs[:, unscored] = math.nan
+    parts = [[shares[0]], [] if empty_handed else [shares[1]]]
+    unscored = sum(int((t.mask.bool() & t.behavior_log_probs.isnan()).sum()) for part in parts for t in part)
+    valid = sum(int(t.mask.sum()) for part in parts for t in part) - unscored
+    one, other = world.run(jobs.select_in_window, *((part,) for part in parts))
+    assert one == other
+    assert one[:2] == (unscored, valid)
+
+
+def test_a_rank_whose_adapter_raises_leaves_no_other_waiting(world):
+    tokens = random_tokens((2, 30))
+    missing = Tokens(tokens.log_probs, None, tokens.advantages, tokens.mask)
+    assert_all_raise(world.run(jobs.select_in_window, ([tokens],), ([missing],)), "MissingBehaviorLogProbs", "None for 1")
+    shares = split(tokens, [17])
+    one, other = world.run(jobs.select_in_window, *(([share],) for share in shares))
+    assert one == other
+    assert one[1] == int(tokens.mask.sum())
+
+
 def test_without_a_sync_nobody_waits_for_the_rank_that_raises(world):
     tokens = random_tokens((2, 30))
     missing = Tokens(tokens.log_probs, None, tokens.advantages, tokens.mask)

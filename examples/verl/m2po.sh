@@ -12,6 +12,7 @@ exec python3 -m verl.trainer.main_ppo \
   actor_rollout_ref.actor.policy_loss.loss_mode=m2po \
   +actor_rollout_ref.actor.policy_loss.m2_threshold=0.04 \
   +actor_rollout_ref.actor.policy_loss.rollout_correction='${algorithm.rollout_correction}' \
+  +actor_rollout_ref.actor.policy_loss.rollout='${actor_rollout_ref.rollout}' \
   data.train_files="$DATA/train.parquet" \
   data.val_files="$DATA/test.parquet" \
   data.train_batch_size=512 \

@@ -7,7 +7,6 @@ from typing import Any
 
 import areal.engine
 import torch
-import torch.distributed as dist
 from areal.engine.fsdp_engine import FSDPPPOActor
 from areal.trainer.ppo.actor import PPOActor
 from areal.trainer.ppo.stats import infer_token_denominator
@@ -102,16 +101,13 @@ class _Engine:
             data["advantages"].to(log_probs.device),
             data["loss_mask"].to(log_probs.device),
         )
-        group = self._engine.data_parallel_group
         try:
-            window = select_window([micro_batch], m2_threshold=self._m2_threshold, group=group)
+            window = select_window([micro_batch], m2_threshold=self._m2_threshold, group=self._engine.data_parallel_group)
         except MissingBehaviorLogProbs as error:
             raise MissingBehaviorLogProbs(
                 f"'logprobs' is not in the batch; expected the rollout's from the workflow ({error})"
             ) from None
-        unscored = window.unscored_tokens.clone()
-        dist.all_reduce(unscored, group=group)
-        stats_tracker.scalar(**{**window.metrics(), "m2/unscored_tokens": float(unscored)})
+        stats_tracker.scalar(**window.metrics())
         return window
 
     def _loss(self, window: Window, log_probs: Tensor, entropy: Tensor, data: dict[str, Any], **vocab: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from m2po_kernels import M2Accumulator, Part, Selection
+from m2po_kernels.distributed import Ranks
+from m2po_kernels.errors import InvalidArgument
 
 # By distribution. Hooks were read in these releases, and tests/integrations runs against them.
 TESTED = {
@@ -35,6 +37,24 @@ def check_version(distribution: str) -> None:
         )
 
 
+# Options of a sampler that make another distribution of it than the softmax that a trainer computes: the values that do not.
+_WHOLE = {"top_p": (1.0,), "top_k": (-1, 0), "min_p": (0.0,), "repetition_penalty": (1.0,), "do_sample": (True,)}
+
+
+def check_sampler(options: Mapping[str, Any], where: str) -> None:
+    """Raises InvalidArgument for options of the rollout, found under `where`, that make M2PO's ratio one of two samplers."""
+    for name, values in _WHOLE.items():
+        value = options.get(name)
+        if value is not None and value not in values:
+            raise InvalidArgument(
+                f"{where}.{name} must be {values[0]} with M2PO, or tokens are sampled from another distribution than that whose "
+                f"log-probs the trainer computes; got {value}"
+            )
+    temperature = options.get("temperature")
+    if temperature is not None and not temperature > 0:
+        raise InvalidArgument(f"{where}.temperature must be > 0 with M2PO, as greedy tokens have no log-probs; got {temperature}")
+
+
 class MicroBatch(NamedTuple):
     """What the selection needs, as `m2po_loss` takes it; behaviour log-probs are NaN where the engine did not score a token."""
 
@@ -56,7 +76,7 @@ class Share(NamedTuple):
 class Window:
     """The selection of one optimizer step, made before its first micro-batch is trained on.
 
-    unscored_tokens: of this rank, 0-d int64; valid tokens whose behaviour log-prob is NaN. They are left out of everything.
+    unscored_tokens: of all ranks, 0-d int64; valid tokens whose behaviour log-prob is NaN. They are left out of everything.
     """
 
     selection: Selection
@@ -64,19 +84,21 @@ class Window:
     unscored_tokens: Tensor
 
     def metrics(self) -> dict[str, float]:
-        """For a logger, by the names that the adapters share. Waits for the device."""
+        """For a logger, by the names that the adapters share, the same on all ranks. Waits for the device."""
         values = self.selection.metrics.to_dict()
-        return {
+        logged = {
             "m2/before": values["m2_before"],
             "m2/after": values["m2_after"],
             "m2/masked_fraction": values["masked_fraction"],
             "m2/trust_region_fraction": values["trust_region_fraction"],
             "m2/threshold": self.selection.m2_threshold,
-            "m2/cut": values["m2_cut"],
             "m2/approx_kl": values["approx_kl"],
             "m2/ratio_max": values["ratio_max"],
             "m2/unscored_tokens": float(self.unscored_tokens),
         }
+        if values["dropped_tokens"]:  # else there is no cut, and one infinity would be the mean of all steps
+            logged["m2/cut"] = values["m2_cut"]
+        return logged
 
 
 def select_window(
@@ -91,7 +113,7 @@ def select_window(
 
     Raises MissingBehaviorLogProbs on all ranks if a micro-batch of any has none, and what `M2Accumulator.solve` raises.
     """
-    accumulator = M2Accumulator(m2_threshold=m2_threshold, scope=scope)
+    accumulator, ranks = M2Accumulator(m2_threshold=m2_threshold, scope=scope), Ranks(group)
     shares, unscored = [], []
     for log_probs, behavior, advantages, mask in micro_batches:
         mask = mask != 0
@@ -102,4 +124,6 @@ def select_window(
         part = accumulator.add(log_probs, behavior, advantages, mask)
         shares.append(Share(log_probs if behavior is None else behavior, mask, part))
     selection = accumulator.solve(group, replicated_over=replicated_over)
-    return Window(selection, shares, torch.stack(unscored).sum() if unscored else torch.tensor(0))
+    # After it: what raises there raises on all ranks, so that none is left waiting here.
+    n_unscored = torch.stack(unscored).sum() if unscored else torch.zeros((), dtype=torch.int64, device=ranks.default_device())
+    return Window(selection, shares, ranks.sum(n_unscored))

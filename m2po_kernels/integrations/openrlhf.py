@@ -7,7 +7,6 @@ from typing import Any
 
 import ray
 import torch
-import torch.distributed as dist
 from openrlhf.models.utils import masked_mean
 from openrlhf.trainer.ppo_utils import NaiveReplayBuffer
 from openrlhf.trainer.ray import ppo_actor
@@ -135,10 +134,8 @@ class M2POTrainer(ppo_actor.ActorPPOTrainer):
                 f"each action token ({error})"
             ) from None
         self._window, self._fresh = window, False
-        unscored = window.unscored_tokens.clone()
-        dist.all_reduce(unscored, group=self._ranks.get_group())
-        metrics = {**window.metrics(), "m2/unscored_tokens": float(unscored)}
-        self._metrics = {name: torch.tensor(value) for name, value in metrics.items()}
+        # Not the cut: OpenRLHF averages over the steps of a rollout, and takes 0 where a step has none.
+        self._metrics = {name: torch.tensor(value) for name, value in window.metrics().items() if name != "m2/cut"}
 
     @torch.no_grad()
     def _micro_batch(self, experience: Any) -> MicroBatch:

@@ -108,9 +108,7 @@ class M2POTrainer(GRPOTrainer):
             )
         except MissingBehaviorLogProbs as error:
             raise missing(error) from None
-        metrics = self._window.metrics()
-        metrics["m2/unscored_tokens"] = float(self.accelerator.reduce(self._window.unscored_tokens))
-        for name, value in metrics.items():
+        for name, value in self._window.metrics().items():
             self._metrics["train"][name].append(value)
 
     @torch.no_grad()

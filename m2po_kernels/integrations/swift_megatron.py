@@ -72,9 +72,7 @@ class M2POMegatronTrainer(MegatronGRPOTrainer):
         except MissingBehaviorLogProbs as error:
             raise missing(error) from None
         self._shares = {id(data["grpo_batch"]): s for data, s in zip(encoded_batches, self._window.shares, strict=True)}
-        metrics = self._window.metrics()
-        metrics["m2/unscored_tokens"] *= mpu.get_data_parallel_world_size()  # of this rank, and the logger averages over them
-        for name, value in metrics.items():
+        for name, value in self._window.metrics().items():
             self._metrics["train"][name].append(value)
 
     def _micro_batch(self, data: dict[str, Any], moved: bool) -> MicroBatch:

@@ -28,6 +28,7 @@ class M2POPolicyLossFn(PolicyLossFn):
         m2_threshold: float = 0.04,
         scope: str = "quadrants",
         loss_agg_mode: str | None = "token-mean",
+        **others: Any,
     ):
         check_version("trinity-rft")
         super().__init__(backend=backend)
@@ -36,6 +37,11 @@ class M2POPolicyLossFn(PolicyLossFn):
         if loss_agg_mode not in (None, "token-mean"):
             raise InvalidArgument(
                 f"algorithm.loss_agg_mode must be token-mean, the paper's denominator, with M2PO; got {loss_agg_mode}"
+            )
+        if others:
+            raise InvalidArgument(
+                "algorithm.policy_loss_fn_args must be m2_threshold, scope and loss_agg_mode with M2PO, which selects tokens and "
+                f"clips none; got {', '.join(f'{name}={value}' for name, value in others.items())}"
             )
         self._settings = {"m2_threshold": m2_threshold, "scope": scope}
 

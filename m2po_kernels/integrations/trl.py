@@ -135,9 +135,9 @@ class M2POTrainer(GRPOTrainer):
                 "sampling_per_token_logps is missing: set use_vllm=True, or pass a rollout_func that returns logprobs, as "
                 f"generation by transformers has none ({error})"
             ) from None
-        totals = self.accelerator.reduce(torch.cat([sums, window.unscored_tokens[None]]), reduction="sum").tolist()
-        logged = window.metrics() | {"m2/unscored_tokens": totals[4]}
-        logged |= {name: total / n for name, total, n in zip(("entropy", "kl"), totals[0:4:2], totals[1:4:2], strict=True) if n}
+        totals = self.accelerator.reduce(sums, reduction="sum").tolist()
+        logged = window.metrics()
+        logged |= {name: total / n for name, total, n in zip(("entropy", "kl"), totals[0::2], totals[1::2], strict=True) if n}
         for name, value in logged.items():
             self._metrics["train" if self.model.training else "eval"][name].append(value)
         return window

@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import sys
 
-FOLDERS = [str(pathlib.Path(__file__).parents[1] / "verl"), str(pathlib.Path(__file__).parent)]
-sys.path[:0] = FOLDERS
-# Before verl is imported. VERL_ENGINE_DEVICE: the engines are registered for devices that are not here.
-os.environ.update(
-    VERL_PLATFORM="cpu",
-    VERL_USE_EXTERNAL_MODULES="cpu_platform",
-    VERL_ENGINE_VENDOR="m2po",
-    VERL_ENGINE_DEVICE="cuda",
-    M2PO_CHECK="1",
-    HF_HUB_OFFLINE="1",
-    TOKENIZERS_PARALLELISM="false",
-    PYTHONPATH=os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")]),
-)
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "verl"))
 
-import pytest  # noqa: E402
-import tiny  # noqa: E402
-import torch  # noqa: E402
-import workers  # noqa: E402
+import fixtures
+import pytest
 
-
-@pytest.fixture(scope="session")
-def model_path(tmp_path_factory):
-    torch.set_num_threads(1)
-    path = str(tmp_path_factory.mktemp("model"))
-    tiny.save_model(path)
-    return path
-
-
-@pytest.fixture(scope="session")
-def world(tmp_path_factory):
-    """A process group of this process alone."""
-    workers.join(0, 1, tmp_path_factory.mktemp("world") / "store")
-    yield
-    torch.distributed.destroy_process_group()
+model_path, world = fixtures.model_path, fixtures.world
 
 
 @pytest.fixture(scope="session")
 def actor(model_path, world):
     """verl's actor worker as Trinity-RFT configures it; each test starts it anew by `workers.restart` and gives it a loss."""
-    return workers.make_actor(workers.compose(model_path, m2po=()))
+    return fixtures.workers.make_actor(fixtures.workers.compose(model_path, m2po=()))

@@ -15,6 +15,7 @@ import trinity_jobs
 import workers
 from trinity.algorithm.policy_loss_fn import POLICY_LOSS_FN
 from trinity.common.config import load_config
+from verl.workers.engine.fsdp import transformer_impl
 
 from m2po_kernels.errors import InvalidArgument, MissingBehaviorLogProbs
 from m2po_kernels.integrations import common
@@ -35,6 +36,17 @@ def test_one_step(actor, model_path, layout):
     assert tiny.difference(step.gradient, reference) < BOUND
     for value in metrics["actor/m2/masked_fraction"]:  # one of each micro-batch, all alike
         assert value == pytest.approx(counts["dropped"] / counts["valid"])
+
+
+def test_log_probs_from_hidden_states(model_path, world, monkeypatch):
+    """By verl's options, as trainer.trainer_config.model sets them."""
+    monkeypatch.setattr(transformer_impl, "logprobs_from_logits", lambda **_: pytest.fail("logits were made"))
+    sequences = tiny.rollouts(model_path, 12, seed=1)
+    reference, _ = tiny.gradient(tiny.load(model_path), [sequences])
+    actor = workers.make_actor(workers.compose(model_path, *workers.HEAD, m2po=()))
+    actor.actor.set_loss_fn(trinity_jobs.make_loss())
+    workers.update(actor, trinity_jobs.make_batch(sequences), mini_batch=12, **trinity_jobs.LAYOUTS["micro-batches of 4"])
+    assert tiny.difference(actor.actor.engine.steps[0].gradient, reference) < BOUND
 
 
 def test_a_threshold_of_ones_own(actor, model_path):
@@ -104,6 +116,8 @@ def test_an_engine_that_does_not_select(model_path, world, monkeypatch):
 def test_arguments():
     with pytest.raises(InvalidArgument, match=r"algorithm\.loss_agg_mode must be token-mean"):
         trinity_jobs.make_loss(loss_agg_mode="seq-mean-token-sum")
+    with pytest.raises(InvalidArgument, match=r"policy_loss_fn_args must be .*; got clip_range=0\.2, clip_range_high=0\.28"):
+        trinity_jobs.make_loss(clip_range=0.2, clip_range_high=0.28)
     with pytest.raises(InvalidArgument, match=r"trainer\.trainer_type must be verl"):
         POLICY_LOSS_FN.get(trinity_jobs.M2PO)(backend="tinker")
 

@@ -144,7 +144,7 @@ def test_an_infinite_threshold_drops_nothing(out):
     trainer = Recorded(config(out, steps=1, m2_threshold=math.inf))
     trainer.train()
     assert trainer.state.log_history[0]["m2/masked_fraction"] == 0
-    assert trainer.state.log_history[0]["m2/cut"] == math.inf
+    assert "m2/cut" not in trainer.state.log_history[0]
 
 
 @pytest.mark.parametrize("layout", [(4, 2, 2, 1), (2, 2, 4, 1)], ids=str)

@@ -1,46 +1,14 @@
-"""verl on a CPU, its configuration made by hydra as its command line does, and its own actor worker."""
+"""verl's own actor worker, configured by hydra as its command line does."""
 
 from __future__ import annotations
 
-import os
-import pathlib
+import fixtures  # first: it sets what verl reads when it is imported
+import pytest
 
-HERE = pathlib.Path(__file__).parent
-# Before verl is imported. VERL_ENGINE_DEVICE: the engines are registered for devices that are not here.
-os.environ.update(
-    VERL_PLATFORM="cpu",
-    VERL_USE_EXTERNAL_MODULES="cpu_platform",
-    VERL_ENGINE_VENDOR="m2po",
-    VERL_ENGINE_DEVICE="cuda",
-    M2PO_CHECK="1",
-    HF_HUB_OFFLINE="1",
-    TOKENIZERS_PARALLELISM="false",
-)
-os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-
-import pytest  # noqa: E402
-import tiny  # noqa: E402
-import torch  # noqa: E402
-import workers  # noqa: E402
-
-
-@pytest.fixture(scope="session")
-def model_path(tmp_path_factory):
-    torch.set_num_threads(1)
-    path = str(tmp_path_factory.mktemp("model"))
-    tiny.save_model(path)
-    return path
-
-
-@pytest.fixture(scope="session")
-def world(tmp_path_factory):
-    """A process group of this process alone."""
-    workers.join(0, 1, tmp_path_factory.mktemp("world") / "store")
-    yield
-    torch.distributed.destroy_process_group()
+model_path, world = fixtures.model_path, fixtures.world
 
 
 @pytest.fixture(scope="session")
 def actor(model_path, world):
-    """verl's actor worker with M2PO; each test starts it anew by `workers.restart`."""
-    return workers.make_actor(workers.compose(model_path))
+    """The worker with M2PO; each test starts it anew by `workers.restart`."""
+    return fixtures.workers.make_actor(fixtures.workers.compose(model_path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -35,16 +35,16 @@ def _run(rank: int, job: Callable, model_path: str, folder: pathlib.Path) -> Non
 
 
 def share(model_path: str, rank: int) -> list[tiny.Sequence]:
-    """The rollouts of one rank: the two have different numbers of tokens."""
-    return tiny.rollouts(model_path, 12, seed=10 + rank)
+    """The rollouts of one rank: the two have different numbers of tokens, scored and not."""
+    return tiny.rollouts(model_path, 12, seed=10 + rank, unscored=0.1)
 
 
-def train(model_path: str, rank: int) -> dict[str, Any]:
+def train(model_path: str, rank: int, overrides: tuple[str, ...] = (), layouts: Iterable[str] = LAYOUTS) -> dict[str, Any]:
     """Two mini-batches of 12 sequences, in each layout."""
-    actor, results = workers.make_actor(workers.compose(model_path)), {}
-    for name, layout in LAYOUTS.items():
+    actor, results = workers.make_actor(workers.compose(model_path, *overrides)), {}
+    for name in layouts:
         workers.restart(actor)
-        metrics = workers.update(actor, workers.nested_batch(share(model_path, rank)), mini_batch=12, **layout)
+        metrics = workers.update(actor, workers.nested_batch(share(model_path, rank)), mini_batch=12, **LAYOUTS[name])
         results[name] = {"steps": list(actor.actor.engine.steps), "metrics": metrics}
     return results
 

@@ -6,6 +6,8 @@ deep, make a few times larger. A token more or less in the selection is 1e-3 and
 
 from __future__ import annotations
 
+import math
+
 import jobs
 import pytest
 import tiny
@@ -36,7 +38,21 @@ def test_one_step(actor, model_path, form, layout):
     assert logged["m2/trust_region_fraction"] == pytest.approx(counts["region"] / counts["valid"])
     assert logged["m2/before"] > 0.04 > logged["m2/after"]
     assert logged["m2/threshold"] == pytest.approx(0.04)  # verl averages over micro-batches
-    assert {"m2/approx_kl", "m2/ratio_max", "m2/cut", "m2/unscored_tokens", "actor/pg_loss"} <= logged.keys()
+    assert logged["m2/cut"] > 0.04
+    assert {"m2/approx_kl", "m2/ratio_max", "m2/unscored_tokens", "actor/pg_loss"} <= logged.keys()
+
+
+def test_the_cut_is_logged_where_there_is_one(actor, model_path):
+    """An infinity of the first mini-batch would be the mean that verl logs."""
+    fresh, stale = tiny.rollouts(model_path, 6, seed=1, noise=0.0), tiny.rollouts(model_path, 6, seed=2)
+    workers.restart(actor)
+    metrics = workers.update(
+        actor, workers.nested_batch(fresh + stale), mini_batch=6, use_dynamic_bsz=False, micro_batch_size_per_gpu=2
+    )
+    nothing, something = metrics["m2/masked_fraction"]
+    assert nothing == 0 < something
+    (cut,) = metrics["m2/cut"]
+    assert 0.04 < cut < math.inf
 
 
 def test_selecting_in_each_micro_batch_is_another_gradient(model_path):
@@ -65,7 +81,7 @@ def test_many_steps_and_epochs(actor, model_path):
 
 def test_unscored_tokens_are_left_out_and_counted(actor, model_path):
     sequences = tiny.rollouts(model_path, 12, seed=3, unscored=0.2)
-    unscored = sum(int((s.behavior.isnan() & s.mask).sum()) for s in sequences)
+    unscored = tiny.count_unscored(sequences)
     reference, counts = tiny.gradient(tiny.load(model_path), [sequences])
     assert 0 < unscored < counts["valid"]
     workers.restart(actor)
@@ -79,20 +95,9 @@ def test_unscored_tokens_are_left_out_and_counted(actor, model_path):
 def test_entropy_and_kl_terms_are_added_by_verl(model_path, world):
     """Once each, over all valid tokens, dropped or not."""
     sequences = tiny.rollouts(model_path, 6, seed=7)
-    model = tiny.load(model_path)
-    reference, counts = tiny.gradient(model, [sequences])
-    assert counts["dropped"] > 0
-    model.zero_grad()
-    mask = torch.cat([s.mask for s in sequences])
-    d = torch.cat([s.behavior - tiny.log_probs(model, s) for s in sequences])[mask]  # the rollout policy as reference policy
-    log_p = torch.cat([tiny.logits(model, s) for s in sequences])[mask].log_softmax(-1)
-    (0.3 * (d.exp() - d - 1).mean() + 0.2 * (log_p.exp() * log_p).sum(-1).mean()).backward()
-    for name, parameter in model.named_parameters():
-        reference[name] += parameter.grad
-    terms = ("entropy_coeff=0.2", "use_kl_loss=True", "kl_loss_coef=0.3")
-    actor = workers.make_actor(workers.compose(model_path, *(f"actor_rollout_ref.actor.{term}" for term in terms)))
-    batch = workers.nested_batch(sequences)
-    batch["ref_log_prob"] = batch["old_log_probs"]
+    reference = tiny.gradient_with_terms(tiny.load(model_path), sequences, **workers.COEFFICIENTS)
+    actor = workers.make_actor(workers.compose(model_path, *workers.TERMS))
+    batch = workers.nested_batch(sequences, reference=True)
     workers.update(actor, batch, mini_batch=6, entropy=True, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
     assert tiny.difference(actor.actor.engine.steps[0].gradient, reference) < BOUND
 
@@ -125,6 +130,7 @@ def test_two_ranks(two_ranks, model_path, layout):
     """Each rank has half of each mini-batch. Both hold the gradient of the whole, and log the same."""
     first, second = two_ranks
     shares = [jobs.share(model_path, rank) for rank in range(2)]
+    assert tiny.count_unscored(shares[0]) != tiny.count_unscored(shares[1])
     steps = first[layout]["steps"]
     assert len(steps) == 2
     for i, step in enumerate(steps):
@@ -135,3 +141,4 @@ def test_two_ranks(two_ranks, model_path, layout):
         assert tiny.difference(second[layout]["steps"][i].gradient, reference) < BOUND
         for rank in (first, second):
             assert rank[layout]["metrics"]["m2/masked_fraction"][i] == pytest.approx(counts["dropped"] / counts["valid"])
+            assert rank[layout]["metrics"]["m2/unscored_tokens"][i] == pytest.approx(tiny.count_unscored(mini_batch))

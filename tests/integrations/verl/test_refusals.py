@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jobs
 import pytest
 import tiny
@@ -28,6 +30,12 @@ def batch(model_path):
         (["algorithm.rollout_correction.rollout_is=token"], "rollout_correction.rollout_is must be null"),
         (["algorithm.rollout_correction.rollout_rs=token_k1"], "rollout_correction.rollout_rs must be null"),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"], "policy_loss.loss_mode must be m2po"),
+        (["actor_rollout_ref.rollout.top_p=0.95"], r"actor_rollout_ref\.rollout\.top_p must be 1\.0 .*; got 0\.95"),
+        (["actor_rollout_ref.rollout.top_k=50"], r"rollout\.top_k must be -1 .*; got 50"),
+        (["+actor_rollout_ref.rollout.repetition_penalty=1.1"], r"rollout\.repetition_penalty must be 1\.0 .*; got 1\.1"),
+        (["actor_rollout_ref.rollout.do_sample=False"], r"rollout\.do_sample must be True .*; got False"),
+        (["actor_rollout_ref.rollout.temperature=0"], r"rollout\.temperature must be > 0 .*; got 0"),
+        (["actor_rollout_ref.rollout.logprobs_mode=raw_logprobs"], r"rollout\.logprobs_mode must be processed_logprobs"),
     ],
 )
 def test_configurations(model_path, overrides, named):
@@ -38,11 +46,35 @@ def test_configurations(model_path, overrides, named):
     assert "\n" not in str(caught.value.__cause__)
 
 
-def test_rollout_correction_left_out(model_path):
-    """Workers do not see algorithm.*: without the interpolation they cannot know."""
-    config = workers.compose(model_path, m2po=workers.M2PO[:-1])
-    with pytest.raises(Exception, match=r"policy_loss\.rollout_correction='\$\{algorithm\.rollout_correction\}'"):
+@pytest.mark.parametrize("name", ["rollout_correction", "rollout"])
+def test_interpolations_left_out(model_path, name):
+    """Workers do not see the rest of the configuration: without the interpolation they cannot know."""
+    (left_out,) = (option for option in workers.M2PO if f".policy_loss.{name}=" in option)
+    config = workers.compose(model_path, m2po=tuple(option for option in workers.M2PO if option != left_out))
+    with pytest.raises(Exception, match=re.escape(left_out.replace("=", "='") + "'")):
         omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss)
+
+
+@pytest.mark.parametrize("options", [("top_k=0",), ("temperature=0.6",), ("name=sglang", "logprobs_mode=null")], ids=str)
+def test_samplers_that_leave_the_distribution_whole(model_path, options):
+    config = workers.compose(model_path, *(f"actor_rollout_ref.rollout.{option}" for option in options))
+    omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss)
+
+
+def test_options_without_effect_are_named_once(model_path, world, batch):
+    changed = ("clip_ratio_high=0.28", "clip_ratio_c=10.0", "policy_loss.ppo_kl_coef=0.2")
+    config = workers.compose(model_path, *(f"actor_rollout_ref.actor.{option}" for option in changed))
+    with pytest.warns(UserWarning, match="has no effect with M2PO") as warned:
+        workers.update(workers.make_actor(config), batch, **LAYOUT)
+    messages = [str(w.message) for w in warned if "has no effect" in str(w.message)]
+    assert len(messages) == 2
+    assert "policy_loss.ppo_kl_coef=0.2" in messages[0]
+    assert "clip_ratio_high=0.28, clip_ratio_c=10.0" in messages[1]
+
+
+def test_verls_defaults_warn_of_nothing(model_path, world, batch, recwarn):
+    workers.update(workers.make_actor(workers.compose(model_path)), batch, **LAYOUT)
+    assert not [w for w in recwarn if "has no effect" in str(w.message)]
 
 
 @pytest.mark.parametrize(

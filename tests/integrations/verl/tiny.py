@@ -61,8 +61,8 @@ def log_probs(model: Qwen2ForCausalLM, sequence: Sequence) -> Tensor:
 
 
 @torch.no_grad()
-def rollouts(path: str, n: int, seed: int, *, unscored: float = 0.0) -> list[Sequence]:
-    """Sequences of many lengths, one advantage each; log-probs off by a noise of 0.4, as from an engine long out of date.
+def rollouts(path: str, n: int, seed: int, *, noise: float = 0.4, unscored: float = 0.0) -> list[Sequence]:
+    """Sequences of many lengths, one advantage each; log-probs off by `noise`: 0.4 is that of an engine long out of date.
 
     Every fifth token of some is a tool's. unscored: the share of tokens without a log-prob.
     """
@@ -76,11 +76,15 @@ def rollouts(path: str, n: int, seed: int, *, unscored: float = 0.0) -> list[Seq
             mask[4::5] = False
         advantages = torch.randn(1, generator=draw).expand(len(response)).clone()
         sequence = Sequence(prompt, response, mask, advantages, torch.empty(0))
-        noise = 0.4 * torch.randn(len(response), generator=draw, dtype=torch.float64)
-        behavior = (log_probs(model, sequence) + noise).float()
+        off = noise * torch.randn(len(response), generator=draw, dtype=torch.float64)
+        behavior = (log_probs(model, sequence) + off).float()
         behavior[torch.rand(len(response), generator=draw) < unscored] = torch.nan
         sequences.append(replace(sequence, behavior=behavior))
     return sequences
+
+
+def count_unscored(sequences: list[Sequence]) -> int:
+    return sum(int((s.behavior.isnan() & s.mask).sum()) for s in sequences)
 
 
 def selection(d: Tensor, advantages: Tensor, tau: float) -> Tensor:
@@ -111,6 +115,18 @@ def gradient(
     (torch.stack(losses).sum() / n_valid).backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     return gradients, {"valid": n_valid, "dropped": n_dropped, "region": n_region}
+
+
+def gradient_with_terms(model: Qwen2ForCausalLM, sequences: list[Sequence], *, kl: float, entropy: float) -> dict[str, Tensor]:
+    """With a KL term to the rollout policy and an entropy bonus, over all valid tokens, dropped or not."""
+    gradients, counts = gradient(model, [sequences])
+    assert counts["dropped"] > 0
+    model.zero_grad()
+    mask = torch.cat([s.mask for s in sequences])
+    d = torch.cat([s.behavior - log_probs(model, s) for s in sequences])[mask]
+    log_p = torch.cat([logits(model, s) for s in sequences])[mask].log_softmax(-1)
+    (kl * (d.exp() - d - 1).mean() + entropy * (log_p.exp() * log_p).sum(-1).mean()).backward()
+    return {name: gradients[name] + parameter.grad for name, parameter in model.named_parameters()}
 
 
 def difference(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:

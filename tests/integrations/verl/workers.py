@@ -25,6 +25,18 @@ M2PO = (
     "actor_rollout_ref.actor.policy_loss.loss_mode=m2po",
     "+actor_rollout_ref.actor.policy_loss.m2_threshold=0.04",
     "+actor_rollout_ref.actor.policy_loss.rollout_correction=${algorithm.rollout_correction}",
+    "+actor_rollout_ref.actor.policy_loss.rollout=${actor_rollout_ref.rollout}",
+)
+# What it says to set for log-probs from hidden states.
+HEAD = (
+    "actor_rollout_ref.model.use_fused_kernels=True",
+    "actor_rollout_ref.model.fused_kernel_options.impl_backend=m2po",
+)
+COEFFICIENTS = {"kl": 0.3, "entropy": 0.2}
+TERMS = (
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    f"actor_rollout_ref.actor.kl_loss_coef={COEFFICIENTS['kl']}",
+    f"actor_rollout_ref.actor.entropy_coeff={COEFFICIENTS['entropy']}",
 )
 _SMALL = (
     "actor_rollout_ref.actor.strategy=fsdp2",
@@ -99,8 +111,8 @@ def _nested(tensors):
     return torch.nested.as_nested_tensor(list(tensors), layout=torch.jagged)
 
 
-def nested_batch(sequences: list[Sequence]) -> TensorDict:
-    """As verl's main_ppo hands it to its workers: everything nested."""
+def nested_batch(sequences: list[Sequence], *, reference: bool = False) -> TensorDict:
+    """As verl's main_ppo hands it to its workers: everything nested. reference: with the rollout policy as reference policy."""
     whole = [torch.cat([s.prompt, s.response]) for s in sequences]
     fields = {
         "input_ids": _nested(whole),
@@ -112,6 +124,8 @@ def nested_batch(sequences: list[Sequence]) -> TensorDict:
         "rollout_log_probs": _nested(s.behavior for s in sequences),
         "old_log_probs": _nested(s.behavior for s in sequences),
     }
+    if reference:
+        fields["ref_log_prob"] = fields["old_log_probs"]
     return TensorDict({**fields, "loss_mask": fields["response_mask"]}, batch_size=[len(sequences)])
 
 
@@ -138,11 +152,18 @@ def padded_batch(sequences: list[Sequence]) -> TensorDict:
 
 
 def update(
-    worker: ActorRolloutRefWorker, batch: TensorDict, *, mini_batch: int, epochs: int = 1, entropy: bool = False, **layout
+    worker: ActorRolloutRefWorker,
+    batch: TensorDict,
+    *,
+    mini_batch: int,
+    epochs: int = 1,
+    entropy: bool = False,
+    temperature: float = 1.0,
+    **layout,
 ) -> dict:
     """Optimizer steps over mini-batches of `mini_batch` sequences of all ranks; layout: how verl splits each. The metrics."""
     settings = {
-        "temperature": 1.0,
+        "temperature": temperature,
         "calculate_entropy": entropy,
         "distillation_use_topk": False,
         "distillation_only": False,
