@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -37,7 +38,7 @@ TINY = Plan(
 )
 FACTS = {
     "m2po_kernels": "0", "torch": "0", "transformers": "0", "backend": "eager", "device": "2 cores", "workers": 2,
-    "core_minutes": 1.0, "date": "today", "updates": TINY.updates, "point_every": TINY.point_every,
+    "core_minutes": 1.0, "date": "today", **TINY.values(),
 }  # fmt: skip
 
 
@@ -151,9 +152,9 @@ def plain(arm: str, batch: arms.Batch, micro_batch: int) -> tuple[torch.Tensor, 
 @pytest.mark.parametrize("seed", range(4))
 def test_each_rule_is_what_it_says(arm, seed):
     batch = batch_of(seed)
-    outcome = arms.LOSSES[arm](batch, 8)
+    outcome = arms.LOSSES[arm](batch, TINY)
     (gradient,) = torch.autograd.grad(outcome.loss, batch.log_probs)
-    loss, kept = plain(arm, batch, 8)
+    loss, kept = plain(arm, batch, TINY.micro_batch)
     (wanted,) = torch.autograd.grad(loss, batch.log_probs)
     assert torch.equal(outcome.kept, kept)
     # Per token: exp, a product, a quotient and, for AReaL, two more of each, each with one rounding or two of fp32.
@@ -223,6 +224,7 @@ def test_runs_repeat_bit_for_bit_and_go_on_where_they_stopped(tmp_path):
     second = runs.run_all(TINY, tmp_path / "b", 2, False, lambda *_: None)
     assert json.dumps([made.row for made in second]) == json.dumps(rows)
     (place,) = (tmp_path / "a").iterdir()
+    assert json.loads((place / "setting.json").read_text()) == json.loads(json.dumps({**runs.setting(), **TINY.values()}))
     removed = [place / f"{planned.name}.json" for planned in TINY.runs()[2:4]]
     for path in removed:
         path.unlink()
@@ -233,9 +235,54 @@ def test_runs_repeat_bit_for_bit_and_go_on_where_they_stopped(tmp_path):
     assert len(lines) == len(removed)
 
 
+@pytest.mark.parametrize("arm", list(ARMS))
+def test_the_plan_says_threshold_and_clip(arm):
+    """An edited one is another plan, and reaches every rule that has one: nothing beside the plan decides."""
+    batch = batch_of(0)
+    edited = replace(TINY, m2_threshold=0.004, clip=0.05)
+    assert edited.digest() != TINY.digest()
+    lost = [int((batch.mask & ~arms.LOSSES[arm](batch, plan).kept).sum()) for plan in (TINY, edited)]
+    # (The repository's clip is never tighter than 0.3 and 0.5, which is reached here with either threshold.)
+    assert lost[0] == lost[1] if arm in ("free", "repository") else lost[0] < lost[1]
+    if arm == "repository":
+        assert not torch.equal(arms.LOSSES[arm](batch, replace(TINY, m2_threshold=1.0)).kept, arms.LOSSES[arm](batch, TINY).kept)
+
+
+def test_runs_of_another_setting_are_not_taken(tmp_path, monkeypatch):
+    """Another version, code, processor, torch or backend has another folder, so its results are not returned."""
+    assert {"m2po_kernels", "code", "torch", "transformers", "backend", "cpu"} == set(runs.setting())
+    place = tmp_path / runs._subfolder(TINY)
+    true = runs.setting()
+    for name in true:
+        monkeypatch.setattr(runs, "setting", lambda name=name: {**true, name: "another"})
+        assert tmp_path / runs._subfolder(TINY) != place, name
+    monkeypatch.undo()
+    assert tmp_path / runs._subfolder(TINY) == place
+
+
+def test_the_code_of_a_setting(tmp_path):
+    """Whatever can change a bit of a run changes the hash; what only shows the runs does not."""
+    for name in ("loss.py", "_native.so", "backends/native.py", "reference/variants.py", "cli/demo.py", "linear/walk.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    shutil.copytree(runs.PACKAGE / "cli" / "stale", tmp_path / "cli" / "stale")
+    before = runs.code(tmp_path)
+    for file in sorted(file for file in tmp_path.rglob("*") if file.suffix in (".py", ".so")):
+        name = str(file.relative_to(tmp_path))
+        text = file.read_bytes()
+        file.write_bytes(text + b"\n")
+        shows = name.startswith(("cli/demo", "linear/")) or file.name in runs.SHOWING
+        assert (runs.code(tmp_path) == before) is shows, name
+        file.write_bytes(text)
+    assert runs.code(tmp_path) == before
+    assert {file.name for file in (runs.PACKAGE / "cli" / "stale").glob("*.py")} > runs.SHOWING
+
+
 def test_other_plans_have_other_folders():
     assert TINY.digest() == replace(TINY, seeds=9, staleness=(0,)).digest()
-    assert len({plan.digest() for plan in (TINY, FULL, QUICK, replace(TINY, learning_rate=1e-4))}) == 4
+    for name in TINY.values():
+        assert replace(TINY, **{name: 77}).digest() != TINY.digest(), name
+    assert len({plan.digest() for plan in (TINY, FULL, QUICK)}) == 3
     assert FULL.seeds >= 5
     assert {0, 16, 64, 256} == set(FULL.staleness)
     for plan in (FULL, QUICK):

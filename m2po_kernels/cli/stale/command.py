@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
@@ -75,7 +75,7 @@ def _run(quick: bool, seeds: int | None, workers: int | None, folder: Path, fres
         made = runs.run_all(plan, folder, workers, fresh, finished)
     facts = {
         **runs.facts(plan, workers),
-        **{name: value for name, value in asdict(plan).items() if name not in ("staleness", "seeds")},
+        **plan.values(),
         "core_minutes": round(sum(result.seconds for result in made) / 60, 1),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }

@@ -12,7 +12,7 @@ from .report import Comparison, Interval
 
 # Okabe and Ito's colours, told apart by colour-blind readers; on-policy GRPO is black.
 COLOURS = {"grpo": "#d55e00", "free": "#999999", "m2po": "#0072b2", "areal": "#cc79a7", "repository": "#009e73"}
-BASE = "on-policy GRPO"
+BASE = "on-policy GRPO (k = 0)"
 BAND_SEEDS = 3  # Student's t for two seeds would fill the panels
 
 # The curves of a panel with their line styles, the label of its axis, and whether that is logarithmic.
@@ -67,7 +67,7 @@ def _draw(comparison: Comparison, panels: tuple[Panel, ...], path: Path) -> None
         axis.set_title(f"rollouts {age} updates old" if age else "fresh rollouts (k = 0)", fontsize=10)
     for axis in axes[-1]:
         axis.set_xlabel("updates", fontsize=9)
-    handles = [pyplot.Line2D([], [], color=COLOURS[arm], lw=1.8, label=label) for arm, label in ARMS.items()]
+    handles = [pyplot.Line2D([], [], color=COLOURS[arm], lw=1.8, label=comparison.label(arm)) for arm in ARMS]
     handles.insert(0, pyplot.Line2D([], [], color="black", lw=1.4, label=BASE))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     seeds = len(comparison.seeds)

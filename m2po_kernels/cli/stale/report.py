@@ -40,6 +40,10 @@ class Comparison:
     def seeds(self) -> list[int]:
         return sorted({row["seed"] for row in self.rows})
 
+    def label(self, arm: str) -> str:
+        """What tables and pictures call a rule."""
+        return ARMS[arm].format_map(self.facts)
+
     def of(self, arm: str, staleness: int) -> list[dict[str, Any]]:
         """The rows of one rule and age, by seed."""
         return sorted((r for r in self.rows if (r["arm"], r["staleness"]) == (arm, staleness)), key=lambda r: r["seed"])
@@ -114,7 +118,7 @@ def cells(comparison: Comparison, arm: str, staleness: int) -> list[str]:
     is_base = (arm, staleness) == ("grpo", 0)
     return [
         str(staleness),
-        "on-policy GRPO" if is_base else ARMS[arm],
+        "on-policy GRPO" if is_base else comparison.label(arm),
         _pm(interval(ends)),
         "" if is_base or not paired else _pm(interval(paired), "+"),
         f"{interval([best(row) - end for row, end in zip(rows, ends, strict=True)]).mean:.3f}",
