@@ -328,6 +328,44 @@ def test_report_writes_pictures_and_the_table(tmp_path):
     assert body[2].startswith("| 0 | M2PO | 0.410 ± 0.042 | +0.007 ± 0.000 |")
 
 
+def test_m2po_beside_the_others():
+    """Paired by seed: what all rules of a seed share is no part of the interval. Bold where it leaves out 0."""
+    comparison = made_up()
+    heads, rows = report.differences(comparison)
+    assert heads == ["k", "on-policy GRPO", "GRPO, clip 0.2", "no trust region", "AReaL's variant", "paper repository's clip"]
+    found = {cells[0]: dict(zip(heads, zip(cells, beyond, strict=True), strict=True)) for cells, beyond in rows}
+    # One seed is 0.02 above the other under every rule; its mean over the last points is a third of that above.
+    assert found["4"]["GRPO, clip 0.2"] == ("+0.007 ± 0.000", True)
+    assert found["4"]["paper repository's clip"] == ("-0.007 ± 0.000", True)
+    assert found["0"]["GRPO, clip 0.2"] == ("", False)
+    assert found["0"]["on-policy GRPO"] == ("+0.007 ± 0.000", True)
+    (row,) = (row for row in comparison.rows if (row["arm"], row["staleness"], row["seed"]) == ("areal", 4, 1))
+    row["reward"] = [0.3, 0.4, 0.9]
+    heads, rows = report.differences(comparison)
+    assert rows[1][1][heads.index("AReaL's variant")] is False
+    assert "| **+0.007 ± 0.000** |" in report.table(comparison)
+
+
+def test_what_the_page_says_of_the_differences():
+    """The sentences under the table of docs/stale.md hold for the rows."""
+    comparison = report.load(ROOT / "examples" / "stale_rollouts" / "results" / "rows.jsonl")
+
+    def minus(arm: str, staleness: int, base: int | None = None) -> tuple[float, bool]:
+        value = report.paired(comparison, "m2po", staleness, arm, staleness if base is None else base)
+        return round(value.mean, 3), abs(value.mean) > value.half
+
+    assert [minus("grpo", k) for k in (0, 16, 64, 256)] == [(0.005, True), (0.024, True), (0.032, True), (0.142, True)]
+    assert [minus("free", k) for k in (16, 64, 256)] == [(0.015, True), (0.017, False), (-0.037, True)]
+    assert not any(minus("areal", k)[1] for k in (0, 16, 64, 256))
+    assert [minus("repository", k)[1] for k in (0, 16, 64, 256)] == [False, False, False, True]
+    assert minus("repository", 256)[0] == 0.058
+    assert [minus("grpo", k, 0) for k in (16, 64, 256)] == [(-0.023, True), (-0.036, True), (-0.054, True)]
+    assert sum(cell != "" for cells, _ in report.differences(comparison)[1] for cell in cells[1:]) == 19
+    for k in comparison.staleness:
+        clip, own = (report._average(comparison.of(arm, k), "masked") for arm in ("grpo", "m2po"))
+        assert own < clip
+
+
 def test_errors_say_what_is_missing(tmp_path, monkeypatch):
     assert "cannot read" in fails("stale", "--report", "--out", tmp_path)
     report.save(made_up(), tmp_path / "rows.jsonl")

@@ -86,7 +86,7 @@ def _print(comparison: Comparison) -> None:
     from rich.table import Table
 
     table = Table(title=f"Stale rollouts, {len(comparison.seeds)} seeds (± 95 %)", title_justify="left")
-    heads = ("k", "rule", "reward", "- on-policy", "best - end", "M2", "after", "no grad", "clip .2", "entropy", "max norm")
+    heads = ["k", "rule", "reward", "- on-policy", "best - end", "M2", "after", "no grad", "clip .2", "entropy", "max norm"]
     for heading in heads:
         table.add_column(heading, justify="left" if heading == "rule" else "right")
     for staleness in comparison.staleness:
@@ -94,4 +94,12 @@ def _print(comparison: Comparison) -> None:
             if comparison.of(arm, staleness):
                 table.add_row(*report.cells(comparison, arm, staleness))
         table.add_section()
+    stdout_console().print(table)
+    heads, rows = report.differences(comparison)
+    title = "Reward at the end: M2PO minus the others, paired by seed (*: the interval does not reach 0)"
+    table = Table(title=title, title_justify="left")
+    for heading in heads:
+        table.add_column(heading, justify="right")
+    for cells, beyond in rows:
+        table.add_row(*(f"{cell} *" if mark else cell for cell, mark in zip(cells, beyond, strict=True)))
     stdout_console().print(table)

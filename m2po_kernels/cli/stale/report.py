@@ -80,8 +80,30 @@ def interval(values: Sequence[float | None]) -> Interval:
     return Interval(mean, quantile * deviation / math.sqrt(len(known)))
 
 
+def paired(comparison: Comparison, arm: str, staleness: int, other: str, other_staleness: int) -> Interval:
+    """The reward at the end of a rule and age minus that of another, seed by seed; NaN if they share no seed."""
+    ends = {row["seed"]: at_end(row) for row in comparison.of(other, other_staleness)}
+    return interval([at_end(row) - ends[row["seed"]] for row in comparison.of(arm, staleness) if row["seed"] in ends])
+
+
+def differences(comparison: Comparison) -> tuple[list[str], list[tuple[list[str], list[bool]]]]:
+    """M2PO minus each other rule of the same age, and minus on-policy GRPO: heads, then a row for every age.
+
+    With each row which of its cells are beyond the interval: it does not reach 0.
+    """
+    others = [arm for arm in ARMS if arm != "m2po"]
+    rows = []
+    for staleness in comparison.staleness:
+        # At k = 0 GRPO is on-policy GRPO: one cell holds it.
+        own = [paired(comparison, "m2po", staleness, arm, staleness) for arm in others if (arm, staleness) != ("grpo", 0)]
+        found = [paired(comparison, "m2po", staleness, "grpo", 0), *([] if staleness else [interval([])]), *own]
+        cells = ["" if math.isnan(value.mean) else _pm(value, "+") for value in found]
+        rows.append(([str(staleness), *cells], [False, *(abs(value.mean) > value.half for value in found)]))
+    return ["k", "on-policy GRPO", *map(comparison.label, others)], rows
+
+
 def table(comparison: Comparison) -> str:
-    """Markdown: where and how it was measured, and a row for every age and rule."""
+    """Markdown: where and how it was measured, a row for every age and rule, and M2PO beside the others."""
     facts = comparison.facts
     head = [
         "k",
@@ -106,6 +128,16 @@ def table(comparison: Comparison) -> str:
     ]
     for staleness in comparison.staleness:
         lines += [_line(cells(comparison, arm, staleness)) for arm in ARMS if comparison.of(arm, staleness)]
+    head, rows = differences(comparison)
+    lines += [
+        "",
+        "Reward at the end, M2PO minus the other rule at the same k (first column: minus on-policy GRPO), paired by seed, with "
+        "95 % intervals. Bold: the interval does not reach 0.",
+        "",
+        _line(head),
+        _line(["---:"] * len(head)),
+        *(_line([f"**{cell}**" if beyond else cell for cell, beyond in zip(*row, strict=True)]) for row in rows),
+    ]
     return "\n".join(lines)
 
 
@@ -113,14 +145,13 @@ def cells(comparison: Comparison, arm: str, staleness: int) -> list[str]:
     """One row of the table: means over seeds; 95 % intervals where there is a plus-minus sign."""
     rows = comparison.of(arm, staleness)
     ends = [at_end(row) for row in rows]
-    policy = {row["seed"]: at_end(row) for row in comparison.of("grpo", 0)}
-    paired = [end - policy[row["seed"]] for row, end in zip(rows, ends, strict=True) if row["seed"] in policy]
+    against = paired(comparison, arm, staleness, "grpo", 0)
     is_base = (arm, staleness) == ("grpo", 0)
     return [
         str(staleness),
         "on-policy GRPO" if is_base else comparison.label(arm),
         _pm(interval(ends)),
-        "" if is_base or not paired else _pm(interval(paired), "+"),
+        "" if is_base or math.isnan(against.mean) else _pm(against, "+"),
         f"{interval([best(row) - end for row, end in zip(rows, ends, strict=True)]).mean:.3f}",
         _small(_average(rows, "m2_before")),
         _small(_average(rows, "m2_after")),
