@@ -347,7 +347,7 @@ def test_m2po_beside_the_others():
 
 
 def test_what_the_page_says_of_the_differences():
-    """The sentences under the table of docs/stale.md hold for the rows."""
+    """The sentences under the table of docs/stale.md hold for the rows, and so do those under README's picture."""
     comparison = report.load(ROOT / "examples" / "stale_rollouts" / "results" / "rows.jsonl")
 
     def minus(arm: str, staleness: int, base: int | None = None) -> tuple[float, bool]:
@@ -361,6 +361,10 @@ def test_what_the_page_says_of_the_differences():
     assert minus("repository", 256)[0] == 0.058
     assert [minus("grpo", k, 0) for k in (16, 64, 256)] == [(-0.023, True), (-0.036, True), (-0.054, True)]
     assert sum(cell != "" for cells, _ in report.differences(comparison)[1] for cell in cells[1:]) == 19
+    ends = {arm: report.interval([report.at_end(row) for row in comparison.of(arm, 256)]).mean for arm in ARMS}
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"M2PO ends at {ends['m2po']:.2f}, GRPO's clip at {ends['grpo']:.2f}, " in readme
+    assert f"no trust region at all (grey) above both at {ends['free']:.2f}" in readme
     for k in comparison.staleness:
         clip, own = (report._average(comparison.of(arm, k), "masked") for arm in ("grpo", "m2po"))
         assert own < clip
