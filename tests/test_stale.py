@@ -104,6 +104,7 @@ def batch_of(seed: int, n: int = 16, length: int = 6) -> arms.Batch:
     proximal = behavior + torch.randn(n, length, generator=random) * 0.2
     log_probs = proximal + torch.randn(n, length, generator=random) * 0.2
     advantages = torch.randn(n, generator=random)
+    advantages[::5] = 0  # as in a group whose rewards agree
     mask = torch.arange(length) < torch.randint(1, length + 1, (n, 1), generator=random)
     return arms.Batch(log_probs.requires_grad_(), behavior, proximal, advantages, mask)
 
@@ -159,10 +160,15 @@ def test_each_rule_is_what_it_says(arm, seed):
     assert torch.equal(outcome.kept, kept)
     # Per token: exp, a product, a quotient and, for AReaL, two more of each, each with one rounding or two of fp32.
     assert (gradient - wanted).abs().max() <= 16 * 2.0**-24 * wanted.abs().max()
-    # A kept token has a gradient; a token that is not has none.
-    assert torch.equal(gradient != 0, kept)
+    # A kept token has a gradient if it has an advantage; a token that is not kept has none. So the share that is reported
+    # as dropped or clipped is not the share without gradient.
+    pulled = (batch.advantages != 0)[:, None]
+    assert torch.equal(gradient != 0, kept & pulled)
     dropped = int((batch.mask & ~kept).sum())
-    assert dropped == 0 if arm == "free" else dropped > 0
+    assert dropped == 0 if arm == "free" else 0 < dropped < int((batch.mask & (gradient == 0)).sum())
+    # Without an advantage nothing is dropped or clipped, but by AReaL's mask, which does not look at it.
+    idle = int((batch.mask & ~kept & ~pulled).sum())
+    assert idle > 0 if arm == "areal" else idle == 0
 
 
 def test_group_advantages():
@@ -322,8 +328,10 @@ def test_report_writes_pictures_and_the_table(tmp_path):
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    body = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    body = [line for line in text.split("\n\nReward at the end, M2PO minus")[0].splitlines() if line.startswith("| ")][2:]
     assert len(body) == len(TINY.staleness) * len(ARMS)
+    assert "| dropped or clipped |" in text
+    assert "without gradient" not in text
     assert body[0].startswith("| 0 | on-policy GRPO | 0.403 ± 0.042 |  |")
     assert body[2].startswith("| 0 | M2PO | 0.410 ± 0.042 | +0.007 ± 0.000 |")
 

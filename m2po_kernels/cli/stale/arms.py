@@ -1,4 +1,4 @@
-"""The rules that are compared: each makes a loss from one optimizer batch and says which tokens kept a gradient.
+"""The rules that are compared: each makes a loss from one optimizer batch and says which tokens it neither drops nor clips.
 
 In all of them d is the log-ratio of the current policy to the engine's log-probs of when the tokens were written, A the
 group-relative advantage, and the loss a mean over the valid tokens of the optimizer batch, but for AReaL's.

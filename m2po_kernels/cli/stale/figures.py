@@ -1,4 +1,4 @@
-"""The pictures of a comparison: reward and lost gradients for the README, and every curve. A column for each age."""
+"""The pictures of a comparison: reward and what the rules leave out for the README, and every curve. A column for each age."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BAND_SEEDS = 3  # Student's t for two seeds would fill the panels
 # The curves of a panel with their line styles, the label of its axis, and whether that is logarithmic.
 Panel = tuple[tuple[tuple[str, str], ...], str, bool]
 REWARD: Panel = ((("reward", "-"),), "held-out reward", False)
-LOST: Panel = ((("masked", "-"),), "valid tokens without gradient", False)
+LOST: Panel = ((("masked", "-"),), "tokens dropped or clipped", False)
 ALL: tuple[Panel, ...] = (
     REWARD,
     ((("m2_before", "-"), ("m2_after", "--")), "M2 before (-), after (- -)", True),
-    ((("masked", "-"), ("clip_02", ":")), "no gradient (-), clip 0.2 would (·)", False),
+    ((("masked", "-"), ("clip_02", ":")), "dropped or clipped (-), clip 0.2 would (·)", False),
     ((("entropy", "-"),), "entropy, nats", False),
     ((("grad_norm", "-"),), "gradient norm", True),
 )
@@ -31,7 +31,7 @@ LOGARITHMIC = {name for names, _, logarithmic in ALL if logarithmic for name, _ 
 
 
 def summary(comparison: Comparison, path: Path) -> None:
-    """Reward, and the share of tokens without gradient."""
+    """Reward, and the share of the valid tokens that the rule drops or clips."""
     _draw(comparison, (REWARD, LOST), path)
 
 

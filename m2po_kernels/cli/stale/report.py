@@ -113,7 +113,7 @@ def table(comparison: Comparison) -> str:
         "best - end",
         "M2 before",
         "M2 after",
-        "no gradient",
+        "dropped or clipped",
         "clip 0.2 would",
         "entropy at the end",
         "largest gradient norm",
