@@ -308,6 +308,22 @@ def made_up() -> report.Comparison:
     return report.Comparison(FACTS, rows)
 
 
+def test_how_far_the_end_is_below_the_best():
+    """And the gradient norm is one of a point, a mean over updates: the heading says so."""
+    row = made_up().rows[0]
+    row |= {"reward": [0.1, 0.9, 0.9, 0.9, 0.9, 0.5, 0.5, 0.5, 0.5], "grad_norm": [1.0, 7.0, 3.0]}
+    comparison = report.Comparison(FACTS, [row])
+    assert report.best(row) - report.at_end(row) == pytest.approx(0.4)
+    assert report.cells(comparison, row["arm"], row["staleness"])[4] == "0.400"
+    assert report.cells(comparison, row["arm"], row["staleness"])[-1] == "7"
+    heads = next(line for line in report.table(comparison).splitlines() if line.startswith("| k |"))
+    assert "| lost since its best |" in heads
+    assert heads.endswith(f"| gradient norm, largest mean of {TINY.point_every} updates |")
+    page = (ROOT / "docs" / "stale.md").read_text()
+    assert page.index('"lost since its best"') < page.index(report.BEGIN)  # a column that no reader can guess is explained
+    assert f"the largest of the {FULL.updates // FULL.point_every} points" in page
+
+
 def test_intervals():
     found = report.interval([1.0, 2.0, 3.0, None])
     assert found.mean == 2

@@ -86,7 +86,7 @@ def _print(comparison: Comparison) -> None:
     from rich.table import Table
 
     table = Table(title=f"Stale rollouts, {len(comparison.seeds)} seeds (± 95 %)", title_justify="left")
-    heads = ["k", "rule", "reward", "- on-policy", "best - end", "M2", "after", "left out", "clip .2", "entropy", "max norm"]
+    heads = ["k", "rule", "reward", "- on-policy", "since best", "M2", "after", "left out", "clip .2", "entropy", "max mean norm"]
     for heading in heads:
         table.add_column(heading, justify="left" if heading == "rule" else "right")
     for staleness in comparison.staleness:

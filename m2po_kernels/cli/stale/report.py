@@ -110,13 +110,13 @@ def table(comparison: Comparison) -> str:
         "rule",
         "reward at the end",
         "against on-policy GRPO",
-        "best - end",
+        "lost since its best",
         "M2 before",
         "M2 after",
         "dropped or clipped",
         "clip 0.2 would",
         "entropy at the end",
-        "largest gradient norm",
+        f"gradient norm, largest mean of {facts['point_every']} updates",
     ]
     lines = [
         f"{len(comparison.seeds)} seeds, {facts['updates']} updates; torch {facts['torch']}, "
@@ -152,6 +152,7 @@ def cells(comparison: Comparison, arm: str, staleness: int) -> list[str]:
         "on-policy GRPO" if is_base else comparison.label(arm),
         _pm(interval(ends)),
         "" if is_base or math.isnan(against.mean) else _pm(against, "+"),
+        # The best is at least the end, so this is never below 0.
         f"{interval([best(row) - end for row, end in zip(rows, ends, strict=True)]).mean:.3f}",
         _small(_average(rows, "m2_before")),
         _small(_average(rows, "m2_after")),
@@ -163,13 +164,13 @@ def cells(comparison: Comparison, arm: str, staleness: int) -> list[str]:
 
 
 def at_end(row: dict[str, Any]) -> float:
-    """Mean held-out reward over the last points."""
+    """Mean evaluated reward over the last points."""
     last = row["reward"][-LAST:]
     return sum(last) / len(last)
 
 
 def best(row: dict[str, Any]) -> float:
-    """The largest mean held-out reward over as many points in a row."""
+    """The largest mean evaluated reward over as many points in a row."""
     reward = row["reward"]
     return max(sum(reward[i : i + LAST]) / len(reward[i : i + LAST]) for i in range(max(len(reward) - LAST, 0) + 1))
 
