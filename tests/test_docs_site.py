@@ -17,6 +17,7 @@ import m2po_kernels
 from m2po_kernels.cli.app import app
 
 DOCS = ROOT / "docs"
+STALE = "examples/stale_rollouts/results"
 MADE = {"changelog.md", "contributing.md"}  # of the files in the root, by docs/site/links.py
 
 
@@ -67,12 +68,36 @@ def test_command_line_page_names_every_option():
         ("[a](#there)", "index.md", "[a](#there)"),
         ("[a](nowhere.md)", "index.md", "[a](nowhere.md)"),
         ("![a](one-sweep.svg)", "one-sweep.md", "![a](one-sweep.svg)"),
+        (f"![a](../{STALE}/stale.png)", "stale.md", f"![a](pictures/{STALE}/stale.png)"),
+        (f"![a](../../{STALE}/stale.png)", "integrations/trl.md", f"![a](../pictures/{STALE}/stale.png)"),
     ],
 )
 def test_links(link, page, becomes):
     links = load("links", "mkdocs")
     place = DOCS / page
     assert links.rewrite(f"x {link} y", place, place.parent, None) == f"x {becomes} y"
+
+
+def test_pictures_from_elsewhere_are_copied_into_the_site():
+    """The page of the comparison shows its curves, in the repository and on the site; a picture's size and source stay one."""
+    links = load("links", "mkdocs")
+    assert {ROOT / STALE / name for name in ("stale.png", "curves.png")} <= set(links.pictures())
+    added: dict[str, str] = {}
+    page = (DOCS / "stale.md").read_text()
+
+    class Files(list):
+        def append(self, file):
+            added[file.src_uri] = file.abs_src_path
+
+    from mkdocs.config.defaults import MkDocsConfig
+
+    config = MkDocsConfig()
+    config.load_dict({"site_name": "x", "docs_dir": str(DOCS), "site_dir": str(ROOT / "build" / "site"), "plugins": []})
+    config.validate()
+    links.on_files(Files(), config)
+    shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", links.rewrite(page, DOCS / "stale.md", DOCS, None))
+    assert len(shown) == 2
+    assert all(added[target] == str(ROOT / target.removeprefix("pictures/")) for target in shown)
 
 
 def test_links_of_pages_from_the_root():
