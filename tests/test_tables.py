@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from bench import report, roofline, tables, variants
+import pytest
+from bench import kernel_table, report, roofline, tables, variants
 
 ROOT = Path(__file__).parents[1]
+# trl-step rows go into no page.
+FILES = [file for file in sorted(tables.RESULTS.glob("*.jsonl")) if not file.stem.endswith("-trl-step")]
 FACTS = {"device": "Some GPU", "backend": "cuda"}
 
 
@@ -20,7 +24,37 @@ def test_a_stale_table_is_found(monkeypatch, capsys):
     monkeypatch.setattr(variants, "block", lambda: true().replace("1,227", "1,228"))
     assert "docs/variants.md" in tables.stale()
     assert tables.main(["--check"]) == 1
-    assert "docs/variants.md is stale: run `python -m bench.tables`" in capsys.readouterr().err
+    assert "docs/variants.md is stale, or its rows are missing: run `python -m bench.tables`" in capsys.readouterr().err
+
+
+def test_a_changed_number_of_a_kernel_is_found(monkeypatch):
+    true = kernel_table.block
+    monkeypatch.setattr(kernel_table, "block", lambda rows: true([{**rows[0], "registers": 1}, *rows[1:]]))
+    assert "docs/kernels.md" in tables.stale()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_missing_rows_are_found(file):
+    """Of every file of rows that a page is made from: without it, that page is stale, whatever else stands there."""
+    found = set(tables.stale([other for other in FILES if other != file]))
+    assert found > set(tables.stale(FILES))
+    pages = {"kernels": "docs/kernels.md", "-distributed": "docs/distributed.md", "-real-model": "docs/real-model.md"}
+    pages |= {"-logits": "README.md", "-linear": f"bench/results/{file.stem}.md"}
+    assert {page for end, page in pages.items() if file.stem.endswith(end)} <= found
+
+
+def test_rows_of_kernels_are_replaced_by_their_own_report(tmp_path, monkeypatch):
+    def row(kernel, registers):
+        return dict.fromkeys(kernel_table.COLUMNS, 0) | {"kernel": kernel, "chip": "sm_90", "registers": registers}
+
+    monkeypatch.setattr(kernel_table, "ROWS", tmp_path / "kernels.jsonl")
+    kernel_table.ROWS.write_text("")
+    kernel_table.replace_rows([row("CUDA forward, plain", 1)], cuda=True)
+    kernel_table.replace_rows([row("select, plain, fp32", 2)], cuda=False)
+    kernel_table.replace_rows([row("CUDA forward, plain", 3)], cuda=True)
+    rows = [json.loads(line) for line in kernel_table.ROWS.read_text().splitlines()]
+    assert [(row["kernel"], row["registers"]) for row in rows] == [("select, plain, fp32", 2), ("CUDA forward, plain", 3)]
+    assert kernel_table.block(rows).splitlines()[2] == "| select, plain, fp32 | sm_90 | 2 | 0 | 0 | 0 | 0 | 0 |"
 
 
 def test_variants_agree_with_the_worked_figures():
