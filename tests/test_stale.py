@@ -14,7 +14,7 @@ import torch
 from cli_helpers import PNG, ROOT, fails, invoke, run
 
 from m2po_kernels import reference
-from m2po_kernels.cli.stale import arms, policy, report, runs, task, train
+from m2po_kernels.cli.stale import arms, command, policy, report, runs, task, train
 from m2po_kernels.cli.stale.plan import ARMS, FULL, QUICK, Plan, Run
 
 TINY = Plan(
@@ -390,8 +390,24 @@ def test_what_the_page_says_of_the_differences():
     assert f"M2PO ends at {ends['m2po']:.2f}, GRPO's clip at {ends['grpo']:.2f}, " in readme
     assert f"no trust region at all (grey) above both at {ends['free']:.2f}" in readme
     for k in comparison.staleness:
-        clip, own = (report._average(comparison.of(arm, k), "masked") for arm in ("grpo", "m2po"))
+        clip, own = (report.average(comparison.of(arm, k), "masked") for arm in ("grpo", "m2po"))
         assert own < clip
+
+
+def test_a_quick_try_leaves_the_whole_comparison_alone(tmp_path, monkeypatch):
+    """Each has a folder of its own where --out names none."""
+    monkeypatch.chdir(tmp_path)
+    tried = replace(TINY, seeds=1, staleness=(0,))
+    monkeypatch.setattr(command, "QUICK", tried)
+    monkeypatch.setattr(command, "FULL", replace(tried, learning_rate=1e-3))
+    made = {}
+    for option in ([], ["--quick"]):
+        assert invoke("stale", "--workers", 1, *option).exit_code == 0
+        folder = tmp_path / "out" / "stale" / ("quick" if option else "")
+        assert (folder / "stale.png").read_bytes().startswith(PNG)
+        made[folder] = report.load(folder / "rows.jsonl").facts["plan"]
+    assert len(set(made.values())) == 2
+    assert all(report.load(folder / "rows.jsonl").facts["plan"] == plan for folder, plan in made.items())
 
 
 def test_errors_say_what_is_missing(tmp_path, monkeypatch):

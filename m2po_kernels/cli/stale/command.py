@@ -21,7 +21,10 @@ def stale(
     quick: Annotated[bool, typer.Option("--quick", help="A shorter training on fewer seeds and ages: under 3 minutes.")] = False,
     seeds: Annotated[int | None, typer.Option(help="How many seeds; default 5, with --quick 2.", min=1)] = None,
     workers: Annotated[int | None, typer.Option(help="Processes, one thread each; default: cores, at most 8.", min=1)] = None,
-    out: Annotated[Path, typer.Option(help="Folder for rows.jsonl, stale.png and curves.png.")] = Path("out/stale"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for rows.jsonl, stale.png and curves.png; default: out/stale, with --quick out/stale/quick."),
+    ] = None,
     runs_dir: Annotated[Path, typer.Option("--runs", help="Folder for finished runs, which are not run again.")] = Path(
         "out/stale/runs"
     ),
@@ -36,6 +39,8 @@ def stale(
     Needs the extra 'stale' (transformers). Interrupted, it goes on where it stopped. All of it takes under half an hour on 2
     cores.
     """
+    if out is None:  # a quick try must not take the place of a whole comparison
+        out = Path("out/stale/quick" if quick else "out/stale")
     rows = out / "rows.jsonl"
     if report_only:
         comparison = report.load(rows)

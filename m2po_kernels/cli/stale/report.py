@@ -154,10 +154,10 @@ def cells(comparison: Comparison, arm: str, staleness: int) -> list[str]:
         "" if is_base or math.isnan(against.mean) else _pm(against, "+"),
         # The best is at least the end, so this is never below 0.
         f"{interval([best(row) - end for row, end in zip(rows, ends, strict=True)]).mean:.3f}",
-        _small(_average(rows, "m2_before")),
-        _small(_average(rows, "m2_after")),
-        f"{100 * _average(rows, 'masked'):.2f} %",
-        f"{100 * _average(rows, 'clip_02'):.2f} %",
+        _small(average(rows, "m2_before")),
+        _small(average(rows, "m2_after")),
+        f"{100 * average(rows, 'masked'):.2f} %",
+        f"{100 * average(rows, 'clip_02'):.2f} %",
         f"{interval([row['entropy'][-1] for row in rows]).mean:.3f}",
         _small(interval([max((v for v in row["grad_norm"] if v is not None), default=None) for row in rows]).mean),
     ]
@@ -187,7 +187,7 @@ def put_into(page: Path, block: str) -> None:
     page.write_text(f"{before}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}")
 
 
-def _average(rows: list[dict[str, Any]], name: str) -> float:
+def average(rows: list[dict[str, Any]], name: str) -> float:
     """Over seeds and points."""
     return interval([value for row in rows for value in row[name]]).mean
 
