@@ -14,7 +14,7 @@ import torch
 from cli_helpers import PNG, ROOT, fails, invoke, run
 
 from m2po_kernels import reference
-from m2po_kernels.cli.stale import arms, command, policy, report, runs, task, train
+from m2po_kernels.cli.stale import arms, command, figures, policy, report, runs, task, train
 from m2po_kernels.cli.stale.plan import ARMS, FULL, QUICK, Plan, Run
 
 TINY = Plan(
@@ -166,9 +166,16 @@ def test_each_rule_is_what_it_says(arm, seed):
     assert torch.equal(gradient != 0, kept & pulled)
     dropped = int((batch.mask & ~kept).sum())
     assert dropped == 0 if arm == "free" else 0 < dropped < int((batch.mask & (gradient == 0)).sum())
-    # Without an advantage nothing is dropped or clipped, but by AReaL's mask, which does not look at it.
-    idle = int((batch.mask & ~kept & ~pulled).sum())
-    assert idle > 0 if arm == "areal" else idle == 0
+
+
+@pytest.mark.parametrize("arm", list(ARMS))
+def test_a_token_without_advantage_is_dropped_by_areals_mask_alone(arm):
+    """It has no gradient under any rule, and counts as dropped where a rule drops it; AReaL's looks at the distance only."""
+    batch = batch_of(0)
+    batch.proximal_log_probs[0, 0] = batch.behavior_log_probs[0, 0] + 3
+    assert batch.advantages[0] == 0
+    kept = arms.LOSSES[arm](batch, TINY).kept[0]
+    assert torch.equal(batch.mask[0] & ~kept, torch.arange(6) == 0 if arm == "areal" else torch.zeros(6, dtype=torch.bool))
 
 
 def test_group_advantages():
@@ -343,13 +350,34 @@ def test_report_writes_pictures_and_the_table(tmp_path):
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
-    assert "old" not in text
+    assert "\nold\n" not in text
     body = [line for line in text.split("\n\nReward at the end, M2PO minus")[0].splitlines() if line.startswith("| ")][2:]
     assert len(body) == len(TINY.staleness) * len(ARMS)
     assert "| dropped or clipped |" in text
     assert "without gradient" not in text
     assert body[0].startswith("| 0 | on-policy GRPO | 0.403 ± 0.042 |  |")
     assert body[2].startswith("| 0 | M2PO | 0.410 ± 0.042 | +0.007 ± 0.000 |")
+
+
+def test_bands_on_a_logarithmic_axis_are_cut_off_not_made_up():
+    """A band goes down to mean minus half its width, and to nothing above that where this is below 0."""
+    bands = []
+
+    class Axis:
+        def plot(self, *args, **kwargs): ...
+
+        def fill_between(self, x, low, high, **kwargs):
+            bands.append((low, high))
+
+    rows = [{"arm": "m2po", "staleness": 4, "seed": seed, "grad_norm": [norm, 1.0]} for seed, norm in enumerate((1.0, 1.0, 8.0))]
+    comparison = report.Comparison(FACTS, rows)
+    points = comparison.curve("m2po", 4, "grad_norm")
+    assert points[0].mean - points[0].half < 0
+    figures._curve(Axis(), comparison, points, "black", "-", False)
+    edges = figures._edges(comparison, [4], ["grad_norm"])
+    ((low, high),) = bands
+    assert low[0] < edges[0] < points[1].mean == low[1]
+    assert high[0] == points[0].mean + points[0].half < edges[1]
 
 
 def test_m2po_beside_the_others():

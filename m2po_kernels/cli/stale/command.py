@@ -91,7 +91,7 @@ def _print(comparison: Comparison) -> None:
     from rich.table import Table
 
     table = Table(title=f"Stale rollouts, {len(comparison.seeds)} seeds (± 95 %)", title_justify="left")
-    heads = ["k", "rule", "reward", "- on-policy", "since best", "M2", "after", "left out", "clip .2", "entropy", "max mean norm"]
+    heads = ["k", "rule", "reward", "- on-policy", "lost", "M2", "after", "left out", "clip .2", "entropy", "norm"]
     for heading in heads:
         table.add_column(heading, justify="left" if heading == "rule" else "right")
     for staleness in comparison.staleness:
