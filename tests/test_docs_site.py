@@ -55,7 +55,9 @@ def test_command_line_page_names_every_option():
     for name, section in sections.items():
         for parameter in typer.main.get_command(app).commands[name].params:
             if parameter.param_type_name == "option" and parameter.name != "help":
-                assert f"`{parameter.opts[0]}`" in section or f" {parameter.opts[0]}" in section, f"m2po {name}: {parameter.opts[0]} is not on the page"
+                assert f"`{parameter.opts[0]}`" in section or f" {parameter.opts[0]}" in section, (
+                    f"m2po {name}: {parameter.opts[0]} is not on the page"
+                )
 
 
 @pytest.mark.parametrize(

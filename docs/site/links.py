@@ -1,8 +1,8 @@
 """What mkdocs is told beyond mkdocs.yml: pages made of files in the root, pictures beside docs/, and links that leave docs/.
 
 The documents are written to be read in the repository, where a link to CHANGELOG.md or to a source file leads there. On the site
-the first is a page; the second leads to the repository if mkdocs.yml says where that is (repo_url), and is plain text else. A picture
-that lies elsewhere, beside the rows that it was made from, is copied into the site.
+the first is a page; the second leads to the repository if mkdocs.yml says where that is (repo_url), and is plain text else. A
+picture that lies elsewhere, beside the rows that it was made from, is copied into the site.
 """
 
 from __future__ import annotations

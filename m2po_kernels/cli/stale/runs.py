@@ -30,7 +30,6 @@ from .policy import new_model, warm_start
 from .task import Task
 from .train import train
 
-
 PACKAGE = Path(dispatch.__file__).parent
 # These only show what the runs gave. Adapters, the other commands and the linear functions have no part in a run.
 SHOWING = {"command.py", "figures.py", "report.py"}
