@@ -21,6 +21,18 @@ def test_no_table_is_stale():
     assert tables.main(["--check"]) == 0
 
 
+@pytest.mark.parametrize("end", ["-linear", "-logits", "-distributed", "-real-model", "kernels"])
+def test_there_are_rows_of_every_kind_that_a_page_shows(end):
+    """A page that says how to measure is not yet one that shows what was measured."""
+    assert [file for file in FILES if file.stem.endswith(end)], f"no bench/results/*{end}.jsonl"
+
+
+def test_no_page_waits_for_its_rows():
+    """The words that stand where a table will be are gone. (Of GPUs there are no rows, and docs/tuning.md says that in its own.)"""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *tables.RESULTS.glob("*.md")]
+    assert not [str(page.relative_to(ROOT)) for page in pages if "Not measured yet" in page.read_text()]
+
+
 def test_a_stale_table_is_found(monkeypatch, capsys):
     true = variants.block
     monkeypatch.setattr(variants, "block", lambda: true().replace("1,227", "1,228"))
