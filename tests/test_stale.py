@@ -98,6 +98,44 @@ def test_a_worked_prompt():
     assert mask.tolist() == [[True] * 5 + [False] * 2]
 
 
+# Supervised steps of each seed of FULL: what its warm start took where docs/stale.md was measured.
+WARM_STEPS = (230, 210, 220, 190, 170)
+
+
+def test_evaluation_prompts_are_not_held_out():
+    """How many of each difficulty also occur in training, as docs/stale.md says; prompts depend on seed and step alone."""
+    sums, seen, warm_only = task.Task(FULL.levels), [], []
+
+    def drawn(count, *numbers):
+        return [tuple(prompt) for prompt in sums.prompts(count, policy.generator(*numbers)).tolist()]
+
+    for seed, warm_steps in enumerate(WARM_STEPS):
+        fixed = drawn(FULL.eval_prompts, seed, 2)
+        warm = {prompt for step in range(1, warm_steps + 1) for prompt in drawn(FULL.warm_batch, seed, 1, step)}
+        per_step = FULL.prompts_per_update * FULL.updates_per_step
+        later = {prompt for step in range(FULL.updates // FULL.updates_per_step) for prompt in drawn(per_step, seed, 4, step)}
+        by_level = [fixed[level :: len(FULL.levels)] for level in range(len(FULL.levels))]
+        seen.append([sum(prompt in warm | later for prompt in level) for level in by_level])
+        warm_only.append(sum(prompt in warm - later for prompt in by_level[1]))
+        if seed == 0:
+            assert [sum(prompt in warm for prompt in level) for level in by_level] == [64, 42, 1, 0]
+    two, four, six, eight = zip(*seen, strict=True)
+    assert len(WARM_STEPS) == FULL.seeds
+    assert {*two} == {64}
+    assert {*eight} == {0}
+    assert all(2 * alone > together for alone, together in zip(warm_only, four, strict=True))
+    page = " ".join((ROOT / "docs" / "stale.md").read_text().split())
+    assert f"all 64 of two digits occur in training as well, of the 64 of four digits {min(four)} to {max(four)} " in page
+    assert f"of six digits at most {max(six)}, of eight none" in page
+    assert not [name for name in ("docs/stale.md", "README.md") if "held-out" in (ROOT / name).read_text()]
+    assert "held-out" not in str(figures.ALL)
+
+
+@pytest.mark.slow
+def test_the_warm_start_takes_as_long_as_the_page_counts():
+    assert policy.warm_start(FULL, task.Task(FULL.levels), 0)[1] == WARM_STEPS[0]
+
+
 def batch_of(seed: int, n: int = 16, length: int = 6) -> arms.Batch:
     random = torch.Generator().manual_seed(seed)
     behavior = -torch.rand(n, length, generator=random) * 3
