@@ -8,7 +8,7 @@ Taken from: shell blocks, steps of workflows, indented blocks, and what stands i
 | `m2po doctor`, `m2po inspect` | run as written, on files made for it | and test_cli_doctor.py, test_cli_inspect.py |
 | `m2po check`, `demo`, `bench` | parsed by the command itself: options, values, arguments | test_cli_check.py, test_cli_demo.py |
 | any other `m2po` command | parsed likewise | its own tests |
-| `make TARGET` | the target exists | lint, docs, demo and test: `.ci/run`; wheel: ci.yml; test-slow: weekly.yml; the others by hand |
+| `make TARGET` | the target exists | lint, docs, demo and test: `.ci/run`; wheel: ci.yml; test-slow: weekly.yml; else by hand |
 | `python -m bench.X` | answers `--help`, and knows each option | gpu.sh runs those for GPUs |
 | `python -m pytest FILE`, `python FILE` | the file exists | |
 | `bench/gpu.sh`, `.ci/run` | exists, can be executed, and is right Bash | CI |

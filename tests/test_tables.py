@@ -28,7 +28,7 @@ def test_there_are_rows_of_every_kind_that_a_page_shows(end):
 
 
 def test_no_page_waits_for_its_rows():
-    """The words that stand where a table will be are gone. (Of GPUs there are no rows, and docs/tuning.md says that in its own.)"""
+    """The words that stand where a table will be are gone. (Of GPUs there are no rows; docs/tuning.md says so in its own.)"""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *tables.RESULTS.glob("*.md")]
     assert not [str(page.relative_to(ROOT)) for page in pages if "Not measured yet" in page.read_text()]
 
