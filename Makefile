@@ -20,7 +20,7 @@ CMAKE_ENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 # The tests are of the native backend too wherever there is a compiler: there a build that fails must fail them.
 TEST_BUILD := $(or $(M2PO_BUILD),$(if $(HAVE_CXX),cpu,none))
 
-.PHONY: demo smollm2 stale test test-integrations ctest no-ctest bench lint wheel wheel-check install clean
+.PHONY: demo smollm2 stale test test-slow test-integrations ctest no-ctest bench lint wheel wheel-check install clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -37,6 +37,10 @@ stale: $(VENV)/.extra-stale
 
 test: $(VENV)/.extra-test $(VENV)/.built-$(TEST_BUILD) $(if $(HAVE_GTEST),ctest,no-ctest)
 	M2PO_BUILD=$(TEST_BUILD) $(BIN)/python -m pytest
+
+# What `make test` leaves out: minutes or gigabytes each, the real model among them. The weekly workflow runs it.
+test-slow: $(VENV)/.extra-test $(VENV)/.built-$(TEST_BUILD) smollm2
+	M2PO_BUILD=$(TEST_BUILD) $(BIN)/python -m pytest -m slow
 
 ctest: $(VENV)/.cmake
 	$(CMAKE_ENV) cmake -S . -B build/cmake -G Ninja -DCMAKE_BUILD_TYPE=Release

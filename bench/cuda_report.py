@@ -1,6 +1,6 @@
 """Compiles the CUDA kernels for each chip that is supported, without a GPU, and tells what came out.
 
-python -m bench.cuda_report            # prints the rows and writes them into docs/kernels.md
+python -m bench.cuda_report            # prints the rows and writes them into bench/results/kernels.jsonl
 python -m bench.cuda_report --check    # exits with 1 on a spill, a stack frame or missing 16-byte accesses
 """
 
@@ -15,7 +15,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from .kernel_table import replace_rows
+from .kernel_table import COLUMNS, CUDA, Row, line, replace_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 # As in setup.py.
@@ -118,17 +118,17 @@ def figures(chip: str) -> list[Figures]:
     return found
 
 
-def rows() -> list[str]:
-    """All figures as rows of a Markdown table; raises SystemExit with the problems if there are any."""
-    lines, problems = [], []
+def rows() -> list[Row]:
+    """All figures as rows of docs/kernels.md; raises SystemExit with the problems if there are any."""
+    made, problems = [], []
     for chip in CHIPS:
         for f in sorted(figures(chip), key=lambda f: f.kernel):
             problems += [f"{f.kernel} on {chip}: {problem}" for problem in f.problems(chip)]
-            cells = (f"CUDA {f.kernel}", chip, f.registers, f.stack + f.spilled, 0, f.shared, f.wide_loads, f.wide_stores)
-            lines.append(f"| {' | '.join(map(str, cells))} |")
+            cells = (f"{CUDA}{f.kernel}", chip, f.registers, f.stack + f.spilled, 0, f.shared, f.wide_loads, f.wide_stores)
+            made.append(dict(zip(COLUMNS, cells, strict=True)))
     if problems:
         raise SystemExit("\n".join(problems))
-    return lines
+    return made
 
 
 def main() -> None:
@@ -138,7 +138,7 @@ def main() -> None:
     made = rows()
     if not args.check:
         replace_rows(made, cuda=True)
-    print("\n".join(made))
+    print("\n".join(map(line, made)))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,12 @@ import json
 import sys
 from pathlib import Path
 
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.ticker import FuncFormatter, LogLocator
+
 from . import machine
 
 LABELS = {
@@ -19,6 +25,15 @@ LABELS = {
     "trl": "TRL's log-probs",
     "liger": "Liger's fused-linear GRPO",
     "cce": "cut-cross-entropy",
+}
+# Okabe and Ito's, told apart by colour-blind readers.
+COLOURS = {
+    "products": "#777777",
+    "m2po": "#0072b2",
+    "dense": "#d55e00",
+    "trl": "#e69f00",
+    "liger": "#009e73",
+    "cce": "#cc79a7",
 }
 
 
@@ -64,31 +79,68 @@ def page(rows: list[dict], plot: str) -> str:
         for row in rows
         if row["case"].startswith("linear-scaling/")
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_growth(rows)]) + "\n"
+
+
+def _growth(rows: list[dict]) -> list[str]:
+    """What the last column means, by token."""
+    own = [row for row in rows if row["case"].startswith("linear-scaling/")]
+    if len(own) < 2:
+        return []
+    few, many = own[0], own[-1]
+    beside = [row["extra_mb"] - row["outputs_mb"] for row in (few, many)]
+    each = 1e6 * (beside[1] - beside[0]) / (many["rows"] - few["rows"])
+    row_bytes = many["width"] * (4 if many["dtype"] == "fp32" else 2)
+    return [
+        "",
+        f"The gradients are those of the weight and of the hidden states, {row_bytes:,} bytes a token. Beside them stands the "
+        f"workspace, which does not grow; from {few['rows']:,} to {many['rows']:,} tokens the column does by {each:,.0f} bytes a "
+        "token: log-probs, indices, coefficients, the allocator's pages, and copies of d hidden that the version above made.",
+    ]
 
 
 def draw(rows: list[dict], out: Path) -> None:
-    """Time and memory over the number of tokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Every contender's time over the share without advantage; then this package over the tokens, the others where they ran."""
+    first = rows[0]
+    cases = [row for row in rows if row["case"].startswith("linear/")]
     own = [row for row in rows if row["case"].startswith("linear-scaling/")]
+    figure, (shares, time, memory) = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
+    for name in dict.fromkeys(row["backend"] for row in cases):
+        of = [row for row in cases if row["backend"] == name]
+        style = {"color": COLOURS[name], "marker": "o", "ms": 4, "ls": "--" if name == "products" else "-"}
+        shares.plot([100 * row["share_without_advantage"] for row in of], [row["median_ms"] / 1e3 for row in of], **style)
+        shares.plot([], [], label=LABELS[name], **style)
+    shares.set_title(f"forward + backward, {first['rows']} tokens, medians")
+    shares.set(xlabel="tokens without advantage, %", ylabel="s", ylim=(0, None))
     tokens = [row["rows"] for row in own]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    left.loglog(tokens, [row["min_ms"] / 1e3 for row in own], marker="o")
-    left.set(title="forward + backward", xlabel="tokens", ylabel="s")
-    right.semilogx(tokens, [row["extra_mb"] for row in own], marker="o", label="all")
+    ours = {"color": COLOURS["m2po"], "marker": "o", "ms": 4}
+    time.plot(tokens, [row["min_ms"] / 1e3 for row in own], **ours)
+    memory.plot(tokens, [row["extra_mb"] for row in own], **ours)
     beside = [row["extra_mb"] - row["outputs_mb"] for row in own]
-    right.semilogx(tokens, beside, marker="o", label="beside the gradients")
-    right.set(title="extra memory", xlabel="tokens", ylabel="MB", ylim=(0, None))
-    right.legend()
-    for axes in (left, right):
-        axes.set_xticks(tokens, [str(n) for n in tokens], minor=False)
+    memory.plot(tokens, beside, **{**ours, "ls": ":", "mfc": "white"}, label="linear_m2po_loss, beside the gradients")
+    for row in cases:
+        if own and row["share_without_advantage"] == own[0]["share_without_advantage"] and row["backend"] != "m2po":
+            dot = {"color": COLOURS[row["backend"]], "marker": "D", "ls": ""}
+            time.plot([row["rows"]], [row["min_ms"] / 1e3], **dot)
+            memory.plot([row["rows"]], [row["extra_mb"]], **dot)
+    share = f"{own[0]['share_without_advantage']:.0%} without advantage" if own else ""
+    time.set(title=f"quickest, {share}", ylabel="s")
+    memory.set(title=f"extra memory, {share}", ylabel="MB")
+    for axes in (time, memory):
+        axes.set(xscale="log", yscale="log", xlabel="tokens")
+        axes.set_xticks(tokens, [str(n) for n in tokens])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axes.minorticks_off()
+    for axes in (shares, time, memory):
         axes.grid(alpha=0.3)
-    figure.savefig(out, dpi=110)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.suptitle(
+        f"Loss and gradients from hidden states: H = {first['width']}, V = {first['vocab']:,}, {first['dtype']}; "
+        f"{first['device']}, {first['threads']} threads, torch {first['torch']}",
+        fontsize=11,
+    )
+    figure.savefig(out, dpi=110, metadata={"Software": None})
     plt.close(figure)
 
 

@@ -22,9 +22,14 @@ OURS = ("native", "eager", "cuda", "triton", "m2po")
 COPY_TRAFFIC = 34  # bytes that bench.compare's copy of 17 B a token moves, read and written
 # What must move, B a token: fp32 log-probs, behaviour log-probs, advantages a token, a bool mask; the gradient in fp32.
 MUST_MOVE = {"select": 14, "forward": 13, "forward_backward_reused": 30}
-# Peak GB/s of the memory, by the vendors' data sheets (NVIDIA A100 80GB SXM, H100 SXM, H200 SXM, GeForce RTX 4090; AMD Instinct
-# MI300X); B200 as its driver reports bus and clock (pytorch/ao pull request 4002, March 2026).
-PEAK = {"A100 80GB SXM": 2039, "RTX 4090": 1008, "H100 SXM": 3350, "H200 SXM": 4800, "B200": 7672, "MI300X": 5300}
+# Peak GB/s of the memory, by the sources that stand under the table.
+PEAK = {"A100 80GB SXM": 2039, "RTX 4090": 1008, "H100 SXM": 3350, "H200 SXM": 4800, "B200": 7700, "MI300X": 5300}
+SOURCES = (
+    "Peaks: the vendors' data sheets of each chip, that of AMD for MI300X, else NVIDIA's. Of B200 some pages say 8,000: NVIDIA's "
+    "data sheet of Blackwell gives 7,700 for a GPU of an HGX B200, as [PyTorch's table of devices]"
+    "(https://github.com/pytorch/pytorch/pull/193471) quotes it (August 2026); bus and clock as its driver reports them come to "
+    "[7,672](https://github.com/pytorch/ao/pull/4002)."
+)
 LOGITS_SHAPE = (4096, 151_936)  # bf16
 Row = dict[str, Any]
 
@@ -96,7 +101,8 @@ def _chips() -> list[str]:
         _line(["chip", "peak, GB/s", *moved]),
         _line(["---", *["---:"] * (1 + len(moved))]),
     ]
-    return lines + [_line([chip, f"{peak:,}", *(_ms(n / peak / 1e3) for n in moved.values())]) for chip, peak in PEAK.items()]
+    lines += [_line([chip, f"{peak:,}", *(_ms(n / peak / 1e3) for n in moved.values())]) for chip, peak in PEAK.items()]
+    return [*lines, "", SOURCES]
 
 
 def _cuda() -> list[str]:

@@ -1,6 +1,6 @@
 """Compiles every Triton kernel ahead of time for each chip that is supported, without a GPU, and tells what came out.
 
-    python -m bench.triton_report            # prints the rows and writes them into docs/kernels.md
+    python -m bench.triton_report            # prints the rows and writes them into bench/results/kernels.jsonl
     python -m bench.triton_report --check    # exits with 1 on a spill, too many registers or too much shared memory
 
 A kernel is added by a function that yields `Variant`s and is listed in VARIANTS.
@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 
-from .kernel_table import replace_rows
+from .kernel_table import COLUMNS, Row, line, replace_rows
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -261,22 +261,20 @@ def variants() -> list[Variant]:
     return list(_REGISTRY)
 
 
-def rows() -> list[str]:
-    """All figures as rows of a Markdown table; raises SystemExit with the problems if there are any."""
-    lines, problems = [], []
+def rows() -> list[Row]:
+    """All figures as rows of docs/kernels.md; raises SystemExit with the problems if there are any."""
+    made, problems = [], []
     cases = [(i, chip.name) for i in range(len(_REGISTRY)) for chip in CHIPS]
     with ProcessPoolExecutor() as pool:
         for (i, chip_name), f in zip(cases, pool.map(_compile, cases), strict=True):
             variant, chip = _REGISTRY[i], next(c for c in CHIPS if c.name == chip_name)
             problems += [f"{variant.name} on {chip.name}: {problem}" for problem in f.problems(variant, chip)]
-            lines.append(
-                f"| {variant.name} | {chip.name} | {f.registers} | {f.spilled} | {f.parked} "
-                f"| {f.shared} | {f.wide_loads} | {f.wide_stores} |"
-            )
-            print(lines[-1], file=sys.stderr, flush=True)
+            cells = (variant.name, chip.name, f.registers, f.spilled, f.parked, f.shared, f.wide_loads, f.wide_stores)
+            made.append(dict(zip(COLUMNS, cells, strict=True)))
+            print(line(made[-1]), file=sys.stderr, flush=True)
     if problems:
         raise SystemExit("\n".join(problems))
-    return lines
+    return made
 
 
 def main() -> None:
@@ -286,7 +284,7 @@ def main() -> None:
     made = rows()
     if not args.check:
         replace_rows(made, cuda=False)
-    print("\n".join(made))
+    print("\n".join(map(line, made)))
 
 
 if __name__ == "__main__":

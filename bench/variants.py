@@ -51,13 +51,24 @@ def block() -> str:
         _line(["---:"] * len(head)),
     ]
     for column, batch in batches.items():
-        counts = [_both(count, batch) for count in (_algorithm_1, _areal, _repository)]
+        counts = [f"{whole:,} ({parts:,})" for whole, parts in _counts(batch)]
         low, high = repository_clip_bounds(batch.v, batch.region, TAU)
         bounds = "none" if math.isinf(high) else f"{1 - low:.3f} to {1 + high:.3f}"
         steps = column.removeprefix("log_probs_").removeprefix("step").replace("bf16_step0", "0, in bf16")
         ppo = f"{_clipped(batch, PPO_CLIP):,}"
         lines.append(_line([steps, f"{int(batch.region.sum()):,}", *counts, bounds, ppo]))
+    (own, _), (areal, areal_parts), (repository, _) = _counts(batches["log_probs_step4"])
+    lines += [
+        "",
+        f"So after 4 steps the repository's clip takes the gradient of {repository:,} tokens where Algorithm 1 drops {own:,}, "
+        f"and AReaL's mask drops {areal:,} of the whole batch but {areal_parts:,} in {PARTS} micro-batches.",
+    ]
     return "\n".join(lines)
+
+
+def _counts(batch: Batch) -> list[tuple[int, int]]:
+    """Of each rule: in the whole batch, and in its micro-batches."""
+    return [_both(count, batch) for count in (_algorithm_1, _areal, _repository)]
 
 
 def _batch(column: str) -> Batch:
@@ -67,10 +78,10 @@ def _batch(column: str) -> Batch:
     return Batch(d, v, advantages, valid, trust_region(d, advantages, valid))
 
 
-def _both(count: Callable[[Batch], int], batch: Batch) -> str:
+def _both(count: Callable[[Batch], int], batch: Batch) -> tuple[int, int]:
     """Of the whole, and (summed) of its micro-batches."""
     parts = [Batch(*tensors) for tensors in zip(*(t.chunk(PARTS) for t in batch), strict=True)]
-    return f"{count(batch):,} ({sum(map(count, parts)):,})"
+    return count(batch), sum(map(count, parts))
 
 
 def _algorithm_1(batch: Batch) -> int:

@@ -8,7 +8,7 @@ Taken from: shell blocks, steps of workflows, indented blocks, and what stands i
 | `m2po doctor`, `m2po inspect` | run as written, on files made for it | and test_cli_doctor.py, test_cli_inspect.py |
 | `m2po check`, `demo`, `bench` | parsed by the command itself: options, values, arguments | test_cli_check.py, test_cli_demo.py |
 | any other `m2po` command | parsed likewise | its own tests |
-| `make TARGET` | the target exists | lint, docs, demo and test: `.ci/run`; wheel: ci.yml; the others by hand |
+| `make TARGET` | the target exists | lint, docs, demo and test: `.ci/run`; wheel: ci.yml; test-slow: weekly.yml; else by hand |
 | `python -m bench.X` | answers `--help`, and knows each option | gpu.sh runs those for GPUs |
 | `python -m pytest FILE`, `python FILE` | the file exists | |
 | `bench/gpu.sh`, `.ci/run` | exists, can be executed, and is right Bash | CI |
@@ -179,6 +179,12 @@ def test_pip_extras_exist(command):
         assert set(extras.split(",")) <= set(project["optional-dependencies"])
 
 
+@pytest.mark.parametrize("command", [c for c in of("pip") if not c.where.startswith("docs/integrations/")], ids=ids)
+def test_pip_is_not_sent_to_look_for_this_package(command):
+    """No index has it (yet): in a fresh environment only a clone can be installed."""
+    assert not any(word.startswith(("m2po-kernels", "m2po_kernels")) for word in words(command))
+
+
 @pytest.mark.parametrize("command", of("bench/gpu.sh", ".ci/run"), ids=ids)
 def test_scripts_are_there(command):
     script = ROOT / words(command)[0]
@@ -189,7 +195,13 @@ def test_scripts_are_there(command):
 def test_ci_runs_what_the_table_says():
     text = (ROOT / ".ci" / "run").read_text()
     assert all(f"\nmake {target}\n" in text + "\n" for target in ("lint", "docs", "demo", "test"))
-    assert "make wheel" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    workflows = ROOT / ".github" / "workflows"
+    assert "make wheel" in (workflows / "ci.yml").read_text()
+    # What pyproject.toml leaves out by default is asked for by something that runs by itself.
+    assert re.search(r"^test-slow:.*\n.*pytest -m slow$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    weekly = (workflows / "weekly.yml").read_text()
+    assert "run: make test-slow\n" in weekly
+    assert "cron:" in weekly
     for name in ("doctor", "check", "demo", "inspect"):
         file = "test_cli_check.py" if name == "check" else f"test_cli_{name}.py"
         assert re.search(rf"\b(invoke|run)\(\"{name}\"", (ROOT / "tests" / file).read_text()), f"{file} does not run m2po {name}"

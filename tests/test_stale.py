@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from cli_helpers import PNG, ROOT, fails, invoke, run
 
 from m2po_kernels import reference
-from m2po_kernels.cli.stale import arms, policy, report, runs, task, train
+from m2po_kernels.cli.stale import arms, command, figures, policy, report, runs, task, train
 from m2po_kernels.cli.stale.plan import ARMS, FULL, QUICK, Plan, Run
 
 TINY = Plan(
@@ -37,7 +38,7 @@ TINY = Plan(
 )
 FACTS = {
     "m2po_kernels": "0", "torch": "0", "transformers": "0", "backend": "eager", "device": "2 cores", "workers": 2,
-    "core_minutes": 1.0, "date": "today", "updates": TINY.updates, "point_every": TINY.point_every,
+    "core_minutes": 1.0, "date": "today", **TINY.values(),
 }  # fmt: skip
 
 
@@ -97,12 +98,51 @@ def test_a_worked_prompt():
     assert mask.tolist() == [[True] * 5 + [False] * 2]
 
 
+# Supervised steps of each seed of FULL: what its warm start took where docs/stale.md was measured.
+WARM_STEPS = (230, 210, 220, 190, 170)
+
+
+def test_evaluation_prompts_are_not_held_out():
+    """How many of each difficulty also occur in training, as docs/stale.md says; prompts depend on seed and step alone."""
+    sums, seen, warm_only = task.Task(FULL.levels), [], []
+
+    def drawn(count, *numbers):
+        return [tuple(prompt) for prompt in sums.prompts(count, policy.generator(*numbers)).tolist()]
+
+    for seed, warm_steps in enumerate(WARM_STEPS):
+        fixed = drawn(FULL.eval_prompts, seed, 2)
+        warm = {prompt for step in range(1, warm_steps + 1) for prompt in drawn(FULL.warm_batch, seed, 1, step)}
+        per_step = FULL.prompts_per_update * FULL.updates_per_step
+        later = {prompt for step in range(FULL.updates // FULL.updates_per_step) for prompt in drawn(per_step, seed, 4, step)}
+        by_level = [fixed[level :: len(FULL.levels)] for level in range(len(FULL.levels))]
+        seen.append([sum(prompt in warm | later for prompt in level) for level in by_level])
+        warm_only.append(sum(prompt in warm - later for prompt in by_level[1]))
+        if seed == 0:
+            assert [sum(prompt in warm for prompt in level) for level in by_level] == [64, 42, 1, 0]
+    two, four, six, eight = zip(*seen, strict=True)
+    assert len(WARM_STEPS) == FULL.seeds
+    assert {*two} == {64}
+    assert {*eight} == {0}
+    assert all(2 * alone > together for alone, together in zip(warm_only, four, strict=True))
+    page = " ".join((ROOT / "docs" / "stale.md").read_text().split())
+    assert f"all 64 of two digits occur in training as well, of the 64 of four digits {min(four)} to {max(four)} " in page
+    assert f"of six digits at most {max(six)}, of eight none" in page
+    assert not [name for name in ("docs/stale.md", "README.md") if "held-out" in (ROOT / name).read_text()]
+    assert "held-out" not in str(figures.ALL)
+
+
+@pytest.mark.slow
+def test_the_warm_start_takes_as_long_as_the_page_counts():
+    assert policy.warm_start(FULL, task.Task(FULL.levels), 0)[1] == WARM_STEPS[0]
+
+
 def batch_of(seed: int, n: int = 16, length: int = 6) -> arms.Batch:
     random = torch.Generator().manual_seed(seed)
     behavior = -torch.rand(n, length, generator=random) * 3
     proximal = behavior + torch.randn(n, length, generator=random) * 0.2
     log_probs = proximal + torch.randn(n, length, generator=random) * 0.2
     advantages = torch.randn(n, generator=random)
+    advantages[::5] = 0  # as in a group whose rewards agree
     mask = torch.arange(length) < torch.randint(1, length + 1, (n, 1), generator=random)
     return arms.Batch(log_probs.requires_grad_(), behavior, proximal, advantages, mask)
 
@@ -151,17 +191,29 @@ def plain(arm: str, batch: arms.Batch, micro_batch: int) -> tuple[torch.Tensor, 
 @pytest.mark.parametrize("seed", range(4))
 def test_each_rule_is_what_it_says(arm, seed):
     batch = batch_of(seed)
-    outcome = arms.LOSSES[arm](batch, 8)
+    outcome = arms.LOSSES[arm](batch, TINY)
     (gradient,) = torch.autograd.grad(outcome.loss, batch.log_probs)
-    loss, kept = plain(arm, batch, 8)
+    loss, kept = plain(arm, batch, TINY.micro_batch)
     (wanted,) = torch.autograd.grad(loss, batch.log_probs)
     assert torch.equal(outcome.kept, kept)
     # Per token: exp, a product, a quotient and, for AReaL, two more of each, each with one rounding or two of fp32.
     assert (gradient - wanted).abs().max() <= 16 * 2.0**-24 * wanted.abs().max()
-    # A kept token has a gradient; a token that is not has none.
-    assert torch.equal(gradient != 0, kept)
+    # A kept token has a gradient if it has an advantage; a token that is not kept has none. So the share that is reported
+    # as dropped or clipped is not the share without gradient.
+    pulled = (batch.advantages != 0)[:, None]
+    assert torch.equal(gradient != 0, kept & pulled)
     dropped = int((batch.mask & ~kept).sum())
-    assert dropped == 0 if arm == "free" else dropped > 0
+    assert dropped == 0 if arm == "free" else 0 < dropped < int((batch.mask & (gradient == 0)).sum())
+
+
+@pytest.mark.parametrize("arm", list(ARMS))
+def test_a_token_without_advantage_is_dropped_by_areals_mask_alone(arm):
+    """It has no gradient under any rule, and counts as dropped where a rule drops it; AReaL's looks at the distance only."""
+    batch = batch_of(0)
+    batch.proximal_log_probs[0, 0] = batch.behavior_log_probs[0, 0] + 3
+    assert batch.advantages[0] == 0
+    kept = arms.LOSSES[arm](batch, TINY).kept[0]
+    assert torch.equal(batch.mask[0] & ~kept, torch.arange(6) == 0 if arm == "areal" else torch.zeros(6, dtype=torch.bool))
 
 
 def test_group_advantages():
@@ -223,6 +275,7 @@ def test_runs_repeat_bit_for_bit_and_go_on_where_they_stopped(tmp_path):
     second = runs.run_all(TINY, tmp_path / "b", 2, False, lambda *_: None)
     assert json.dumps([made.row for made in second]) == json.dumps(rows)
     (place,) = (tmp_path / "a").iterdir()
+    assert json.loads((place / "setting.json").read_text()) == json.loads(json.dumps({**runs.setting(), **TINY.values()}))
     removed = [place / f"{planned.name}.json" for planned in TINY.runs()[2:4]]
     for path in removed:
         path.unlink()
@@ -233,9 +286,54 @@ def test_runs_repeat_bit_for_bit_and_go_on_where_they_stopped(tmp_path):
     assert len(lines) == len(removed)
 
 
+@pytest.mark.parametrize("arm", list(ARMS))
+def test_the_plan_says_threshold_and_clip(arm):
+    """An edited one is another plan, and reaches every rule that has one: nothing beside the plan decides."""
+    batch = batch_of(0)
+    edited = replace(TINY, m2_threshold=0.004, clip=0.05)
+    assert edited.digest() != TINY.digest()
+    lost = [int((batch.mask & ~arms.LOSSES[arm](batch, plan).kept).sum()) for plan in (TINY, edited)]
+    # (The repository's clip is never tighter than 0.3 and 0.5, which is reached here with either threshold.)
+    assert lost[0] == lost[1] if arm in ("free", "repository") else lost[0] < lost[1]
+    if arm == "repository":
+        assert not torch.equal(arms.LOSSES[arm](batch, replace(TINY, m2_threshold=1.0)).kept, arms.LOSSES[arm](batch, TINY).kept)
+
+
+def test_runs_of_another_setting_are_not_taken(tmp_path, monkeypatch):
+    """Another version, code, processor, torch or backend has another folder, so its results are not returned."""
+    assert {"m2po_kernels", "code", "torch", "transformers", "backend", "cpu"} == set(runs.setting())
+    place = tmp_path / runs._subfolder(TINY)
+    true = runs.setting()
+    for name in true:
+        monkeypatch.setattr(runs, "setting", lambda name=name: {**true, name: "another"})
+        assert tmp_path / runs._subfolder(TINY) != place, name
+    monkeypatch.undo()
+    assert tmp_path / runs._subfolder(TINY) == place
+
+
+def test_the_code_of_a_setting(tmp_path):
+    """Whatever can change a bit of a run changes the hash; what only shows the runs does not."""
+    for name in ("loss.py", "_native.so", "backends/native.py", "reference/variants.py", "cli/demo.py", "linear/walk.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    shutil.copytree(runs.PACKAGE / "cli" / "stale", tmp_path / "cli" / "stale")
+    before = runs.code(tmp_path)
+    for file in sorted(file for file in tmp_path.rglob("*") if file.suffix in (".py", ".so")):
+        name = str(file.relative_to(tmp_path))
+        text = file.read_bytes()
+        file.write_bytes(text + b"\n")
+        shows = name.startswith(("cli/demo", "linear/")) or file.name in runs.SHOWING
+        assert (runs.code(tmp_path) == before) is shows, name
+        file.write_bytes(text)
+    assert runs.code(tmp_path) == before
+    assert {file.name for file in (runs.PACKAGE / "cli" / "stale").glob("*.py")} > runs.SHOWING
+
+
 def test_other_plans_have_other_folders():
     assert TINY.digest() == replace(TINY, seeds=9, staleness=(0,)).digest()
-    assert len({plan.digest() for plan in (TINY, FULL, QUICK, replace(TINY, learning_rate=1e-4))}) == 4
+    for name in TINY.values():
+        assert replace(TINY, **{name: 77}).digest() != TINY.digest(), name
+    assert len({plan.digest() for plan in (TINY, FULL, QUICK)}) == 3
     assert FULL.seeds >= 5
     assert {0, 16, 64, 256} == set(FULL.staleness)
     for plan in (FULL, QUICK):
@@ -253,6 +351,22 @@ def made_up() -> report.Comparison:
         row |= {name: [0.3, 0.4, end] for name in train.EVALUATED}
         rows.append(row)
     return report.Comparison(FACTS, rows)
+
+
+def test_how_far_the_end_is_below_the_best():
+    """And the gradient norm is one of a point, a mean over updates: the heading says so."""
+    row = made_up().rows[0]
+    row |= {"reward": [0.1, 0.9, 0.9, 0.9, 0.9, 0.5, 0.5, 0.5, 0.5], "grad_norm": [1.0, 7.0, 3.0]}
+    comparison = report.Comparison(FACTS, [row])
+    assert report.best(row) - report.at_end(row) == pytest.approx(0.4)
+    assert report.cells(comparison, row["arm"], row["staleness"])[4] == "0.400"
+    assert report.cells(comparison, row["arm"], row["staleness"])[-1] == "7"
+    heads = next(line for line in report.table(comparison).splitlines() if line.startswith("| k |"))
+    assert "| lost since its best |" in heads
+    assert heads.endswith(f"| gradient norm, largest mean of {TINY.point_every} updates |")
+    page = (ROOT / "docs" / "stale.md").read_text()
+    assert page.index('"lost since its best"') < page.index(report.BEGIN)  # a column that no reader can guess is explained
+    assert f"the largest of the {FULL.updates // FULL.point_every} points" in page
 
 
 def test_intervals():
@@ -274,11 +388,92 @@ def test_report_writes_pictures_and_the_table(tmp_path):
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
-    assert "old" not in text
-    body = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert "\nold\n" not in text
+    body = [line for line in text.split("\n\nReward at the end, M2PO minus")[0].splitlines() if line.startswith("| ")][2:]
     assert len(body) == len(TINY.staleness) * len(ARMS)
+    assert "| dropped or clipped |" in text
+    assert "without gradient" not in text
     assert body[0].startswith("| 0 | on-policy GRPO | 0.403 ± 0.042 |  |")
     assert body[2].startswith("| 0 | M2PO | 0.410 ± 0.042 | +0.007 ± 0.000 |")
+
+
+def test_bands_on_a_logarithmic_axis_are_cut_off_not_made_up():
+    """A band goes down to mean minus half its width, and to nothing above that where this is below 0."""
+    bands = []
+
+    class Axis:
+        def plot(self, *args, **kwargs): ...
+
+        def fill_between(self, x, low, high, **kwargs):
+            bands.append((low, high))
+
+    rows = [{"arm": "m2po", "staleness": 4, "seed": seed, "grad_norm": [norm, 1.0]} for seed, norm in enumerate((1.0, 1.0, 8.0))]
+    comparison = report.Comparison(FACTS, rows)
+    points = comparison.curve("m2po", 4, "grad_norm")
+    assert points[0].mean - points[0].half < 0
+    figures._curve(Axis(), comparison, points, "black", "-", False)
+    edges = figures._edges(comparison, [4], ["grad_norm"])
+    ((low, high),) = bands
+    assert low[0] < edges[0] < points[1].mean == low[1]
+    assert high[0] == points[0].mean + points[0].half < edges[1]
+
+
+def test_m2po_beside_the_others():
+    """Paired by seed: what all rules of a seed share is no part of the interval. Bold where it leaves out 0."""
+    comparison = made_up()
+    heads, rows = report.differences(comparison)
+    assert heads == ["k", "on-policy GRPO", "GRPO, clip 0.2", "no trust region", "AReaL's variant", "paper repository's clip"]
+    found = {cells[0]: dict(zip(heads, zip(cells, beyond, strict=True), strict=True)) for cells, beyond in rows}
+    # One seed is 0.02 above the other under every rule; its mean over the last points is a third of that above.
+    assert found["4"]["GRPO, clip 0.2"] == ("+0.007 ± 0.000", True)
+    assert found["4"]["paper repository's clip"] == ("-0.007 ± 0.000", True)
+    assert found["0"]["GRPO, clip 0.2"] == ("", False)
+    assert found["0"]["on-policy GRPO"] == ("+0.007 ± 0.000", True)
+    (row,) = (row for row in comparison.rows if (row["arm"], row["staleness"], row["seed"]) == ("areal", 4, 1))
+    row["reward"] = [0.3, 0.4, 0.9]
+    heads, rows = report.differences(comparison)
+    assert rows[1][1][heads.index("AReaL's variant")] is False
+    assert "| **+0.007 ± 0.000** |" in report.table(comparison)
+
+
+def test_what_the_page_says_of_the_differences():
+    """The sentences under the table of docs/stale.md hold for the rows, and so do those under README's picture."""
+    comparison = report.load(ROOT / "examples" / "stale_rollouts" / "results" / "rows.jsonl")
+
+    def minus(arm: str, staleness: int, base: int | None = None) -> tuple[float, bool]:
+        value = report.paired(comparison, "m2po", staleness, arm, staleness if base is None else base)
+        return round(value.mean, 3), abs(value.mean) > value.half
+
+    assert [minus("grpo", k) for k in (0, 16, 64, 256)] == [(0.005, True), (0.024, True), (0.032, True), (0.142, True)]
+    assert [minus("free", k) for k in (16, 64, 256)] == [(0.015, True), (0.017, False), (-0.037, True)]
+    assert not any(minus("areal", k)[1] for k in (0, 16, 64, 256))
+    assert [minus("repository", k)[1] for k in (0, 16, 64, 256)] == [False, False, False, True]
+    assert minus("repository", 256)[0] == 0.058
+    assert [minus("grpo", k, 0) for k in (16, 64, 256)] == [(-0.023, True), (-0.036, True), (-0.054, True)]
+    assert sum(cell != "" for cells, _ in report.differences(comparison)[1] for cell in cells[1:]) == 19
+    ends = {arm: report.interval([report.at_end(row) for row in comparison.of(arm, 256)]).mean for arm in ARMS}
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"M2PO ends at {ends['m2po']:.2f}, GRPO's clip at {ends['grpo']:.2f}, " in readme
+    assert f"no trust region at all (grey) above both at {ends['free']:.2f}" in readme
+    for k in comparison.staleness:
+        clip, own = (report.average(comparison.of(arm, k), "masked") for arm in ("grpo", "m2po"))
+        assert own < clip
+
+
+def test_a_quick_try_leaves_the_whole_comparison_alone(tmp_path, monkeypatch):
+    """Each has a folder of its own where --out names none."""
+    monkeypatch.chdir(tmp_path)
+    tried = replace(TINY, seeds=1, staleness=(0,))
+    monkeypatch.setattr(command, "QUICK", tried)
+    monkeypatch.setattr(command, "FULL", replace(tried, learning_rate=1e-3))
+    made = {}
+    for option in ([], ["--quick"]):
+        assert invoke("stale", "--workers", 1, *option).exit_code == 0
+        folder = tmp_path / "out" / "stale" / ("quick" if option else "")
+        assert (folder / "stale.png").read_bytes().startswith(PNG)
+        made[folder] = report.load(folder / "rows.jsonl").facts["plan"]
+    assert len(set(made.values())) == 2
+    assert all(report.load(folder / "rows.jsonl").facts["plan"] == plan for folder, plan in made.items())
 
 
 def test_errors_say_what_is_missing(tmp_path, monkeypatch):

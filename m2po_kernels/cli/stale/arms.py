@@ -1,4 +1,4 @@
-"""The rules that are compared: each makes a loss from one optimizer batch and says which tokens kept a gradient.
+"""The rules that are compared: each makes a loss from one optimizer batch and says which tokens it neither drops nor clips.
 
 In all of them d is the log-ratio of the current policy to the engine's log-probs of when the tokens were written, A the
 group-relative advantage, and the loss a mean over the valid tokens of the optimizer batch, but for AReaL's.
@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import reference
 from ...loss import grpo_loss, m2po_loss
 from ...selection import select
-from .plan import CLIP, M2_THRESHOLD
+from .plan import Plan
 
 
 class Batch(NamedTuple):
@@ -40,30 +40,30 @@ class Outcome(NamedTuple):
     kept: Tensor  # bool [B, R]: the valid tokens that were neither dropped nor clipped; those with A = 0 are among them
 
 
-Arm = Callable[[Batch, int], Outcome]
+Arm = Callable[[Batch, Plan], Outcome]
 
 
-def grpo(batch: Batch, micro_batch: int) -> Outcome:
-    """PPO's clip at 0.2 around the behaviour policy."""
+def grpo(batch: Batch, plan: Plan) -> Outcome:
+    """PPO's clip around the behaviour policy."""
     lp, behavior, _, advantages, mask = batch
-    out = grpo_loss(lp, behavior, advantages, mask, clip_low=CLIP, clip_high=CLIP)
-    return Outcome(out.loss, mask & ~clipped(lp.detach() - behavior, advantages, CLIP, CLIP))
+    out = grpo_loss(lp, behavior, advantages, mask, clip_low=plan.clip, clip_high=plan.clip)
+    return Outcome(out.loss, mask & ~clipped(lp.detach() - behavior, advantages, plan.clip, plan.clip))
 
 
-def free(batch: Batch, micro_batch: int) -> Outcome:
+def free(batch: Batch, plan: Plan) -> Outcome:
     """Importance sampling with nothing clipped and nothing dropped."""
     lp, behavior, _, advantages, mask = batch
     return Outcome(m2po_loss(lp, behavior, advantages, mask, m2_threshold=math.inf).loss, mask)
 
 
-def m2po(batch: Batch, micro_batch: int) -> Outcome:
+def m2po(batch: Batch, plan: Plan) -> Outcome:
     """Algorithm 1 over the whole optimizer batch."""
     lp, behavior, _, advantages, mask = batch
-    selection = select(lp, behavior, advantages, mask, m2_threshold=M2_THRESHOLD)
+    selection = select(lp, behavior, advantages, mask, m2_threshold=plan.m2_threshold)
     return Outcome(m2po_loss(lp, behavior, advantages, mask, selection=selection).loss, selection.keep)
 
 
-def areal(batch: Batch, micro_batch: int) -> Outcome:
+def areal(batch: Batch, plan: Plan) -> Outcome:
     """AReaL 1.0.4: masked per micro-batch by behaviour against proximal log-probs, whatever the sign of A; decoupled PPO.
 
     The ratio that is clipped is that to the proximal policy; the step from there to the behaviour policy is a fixed
@@ -71,25 +71,25 @@ def areal(batch: Batch, micro_batch: int) -> Outcome:
     those it had.
     """
     losses, kept = [], []
-    for part in batch.micro_batches(micro_batch):
+    for part in batch.micro_batches(plan.micro_batch):
         lp, behavior, proximal, advantages, mask = part
         step = proximal - behavior
-        chosen = reference.areal_mask(step.square(), mask, M2_THRESHOLD)
+        chosen = reference.areal_mask(step.square(), mask, plan.m2_threshold)
         weighted = advantages[:, None] * torch.where(chosen, step, 0.0).exp()
-        out = grpo_loss(lp, proximal, weighted, chosen, clip_low=CLIP, clip_high=CLIP)
+        out = grpo_loss(lp, proximal, weighted, chosen, clip_low=plan.clip, clip_high=plan.clip)
         losses.append(out.loss * (mask.sum() / batch.mask.sum()))
-        kept.append(chosen & ~clipped(lp.detach() - proximal, advantages, CLIP, CLIP))
+        kept.append(chosen & ~clipped(lp.detach() - proximal, advantages, plan.clip, plan.clip))
     return Outcome(torch.stack(losses).sum(), torch.cat(kept))
 
 
-def repository(batch: Batch, micro_batch: int) -> Outcome:
+def repository(batch: Batch, plan: Plan) -> Outcome:
     """The paper's repository: per micro-batch, PPO's clip with bounds solved from the threshold; at least 0.3 and 0.5."""
     losses, kept = [], []
     valid = batch.mask.sum()
-    for part in batch.micro_batches(micro_batch):
+    for part in batch.micro_batches(plan.micro_batch):
         lp, behavior, _, advantages, mask = part
         d = lp.detach() - behavior
-        bounds = reference.repository_clip_bounds(d.square(), trust_region(d, advantages, mask), M2_THRESHOLD)
+        bounds = reference.repository_clip_bounds(d.square(), trust_region(d, advantages, mask), plan.m2_threshold)
         out = grpo_loss(lp, behavior, advantages, mask, clip_low=bounds[0], clip_high=bounds[1], denominator=valid)
         losses.append(out.loss)
         kept.append(mask & ~clipped(d, advantages, *bounds))

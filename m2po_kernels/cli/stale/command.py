@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +21,10 @@ def stale(
     quick: Annotated[bool, typer.Option("--quick", help="A shorter training on fewer seeds and ages: under 3 minutes.")] = False,
     seeds: Annotated[int | None, typer.Option(help="How many seeds; default 5, with --quick 2.", min=1)] = None,
     workers: Annotated[int | None, typer.Option(help="Processes, one thread each; default: cores, at most 8.", min=1)] = None,
-    out: Annotated[Path, typer.Option(help="Folder for rows.jsonl, stale.png and curves.png.")] = Path("out/stale"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for rows.jsonl, stale.png and curves.png; default: out/stale, with --quick out/stale/quick."),
+    ] = None,
     runs_dir: Annotated[Path, typer.Option("--runs", help="Folder for finished runs, which are not run again.")] = Path(
         "out/stale/runs"
     ),
@@ -36,6 +39,8 @@ def stale(
     Needs the extra 'stale' (transformers). Interrupted, it goes on where it stopped. All of it takes under half an hour on 2
     cores.
     """
+    if out is None:  # a quick try must not take the place of a whole comparison
+        out = Path("out/stale/quick" if quick else "out/stale")
     rows = out / "rows.jsonl"
     if report_only:
         comparison = report.load(rows)
@@ -75,7 +80,7 @@ def _run(quick: bool, seeds: int | None, workers: int | None, folder: Path, fres
         made = runs.run_all(plan, folder, workers, fresh, finished)
     facts = {
         **runs.facts(plan, workers),
-        **{name: value for name, value in asdict(plan).items() if name not in ("staleness", "seeds")},
+        **plan.values(),
         "core_minutes": round(sum(result.seconds for result in made) / 60, 1),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
@@ -86,7 +91,7 @@ def _print(comparison: Comparison) -> None:
     from rich.table import Table
 
     table = Table(title=f"Stale rollouts, {len(comparison.seeds)} seeds (± 95 %)", title_justify="left")
-    heads = ("k", "rule", "reward", "- on-policy", "best - end", "M2", "after", "no grad", "clip .2", "entropy", "max norm")
+    heads = ["k", "rule", "reward", "- on-policy", "lost", "M2", "after", "left out", "clip .2", "entropy", "norm"]
     for heading in heads:
         table.add_column(heading, justify="left" if heading == "rule" else "right")
     for staleness in comparison.staleness:
@@ -94,4 +99,12 @@ def _print(comparison: Comparison) -> None:
             if comparison.of(arm, staleness):
                 table.add_row(*report.cells(comparison, arm, staleness))
         table.add_section()
+    stdout_console().print(table)
+    heads, rows = report.differences(comparison)
+    title = "Reward at the end: M2PO minus the others, paired by seed (*: the interval does not reach 0)"
+    table = Table(title=title, title_justify="left")
+    for heading in heads:
+        table.add_column(heading, justify="right")
+    for cells, beyond in rows:
+        table.add_row(*(f"{cell} *" if mark else cell for cell, mark in zip(cells, beyond, strict=True)))
     stdout_console().print(table)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
-M2_THRESHOLD = 0.04
-CLIP = 0.2
-
-# The names of the rules, in the order of tables and pictures; arms.py has their losses.
+# The names of the rules, in the order of tables and pictures, with fields of Plan in braces; arms.py has their losses.
 ARMS = {
-    "grpo": "GRPO, clip 0.2",
+    "grpo": "GRPO, clip {clip:g}",
     "free": "no trust region",
     "m2po": "M2PO",
     "areal": "AReaL's variant",
@@ -21,7 +19,7 @@ ARMS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a result depends on, but for versions and machine. Two equal plans give equal bits on one machine."""
+    """Every number that a result depends on. Two equal plans give equal bits under one `runs.setting()`."""
 
     # The model and the task.
     width: int = 64
@@ -43,6 +41,9 @@ class Plan:
     group: int = 8
     learning_rate: float = 2e-4
     max_grad_norm: float = 1.0
+    # The rules: tau, and PPO's clip of the ratio to 1 - clip ... 1 + clip.
+    m2_threshold: float = 0.04
+    clip: float = 0.2
     # The two variants that select per micro-batch get micro-batches of this many sequences.
     micro_batch: int = 16
     # One point of every curve: the mean over this many updates, and an evaluation at their end.
@@ -53,11 +54,12 @@ class Plan:
     seeds: int = 5
 
     def digest(self) -> str:
-        """Names the folder of a comparison's runs, so that none is taken for one of another plan. Axes do not count."""
-        values = asdict(self)
-        for axis in ("staleness", "seeds"):
-            del values[axis]
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+        """Tells plans apart, and so the folders of their runs. Axes do not count."""
+        return short_hash(json.dumps(self.values(), sort_keys=True).encode())
+
+    def values(self) -> dict[str, Any]:
+        """All but the axes."""
+        return {name: value for name, value in asdict(self).items() if name not in ("staleness", "seeds")}
 
     def runs(self) -> list[Run]:
         """All runs, seed by seed, so that an interrupted comparison has whole seeds."""
@@ -75,6 +77,11 @@ class Run:
     @property
     def name(self) -> str:
         return f"seed{self.seed}-k{self.staleness}-{self.arm}"
+
+
+def short_hash(data: bytes) -> str:
+    """For names of folders."""
+    return hashlib.sha256(data).hexdigest()[:12]
 
 
 FULL = Plan()

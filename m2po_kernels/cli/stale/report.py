@@ -40,6 +40,10 @@ class Comparison:
     def seeds(self) -> list[int]:
         return sorted({row["seed"] for row in self.rows})
 
+    def label(self, arm: str) -> str:
+        """What tables and pictures call a rule."""
+        return ARMS[arm].format_map(self.facts)
+
     def of(self, arm: str, staleness: int) -> list[dict[str, Any]]:
         """The rows of one rule and age, by seed."""
         return sorted((r for r in self.rows if (r["arm"], r["staleness"]) == (arm, staleness)), key=lambda r: r["seed"])
@@ -76,21 +80,43 @@ def interval(values: Sequence[float | None]) -> Interval:
     return Interval(mean, quantile * deviation / math.sqrt(len(known)))
 
 
+def paired(comparison: Comparison, arm: str, staleness: int, other: str, other_staleness: int) -> Interval:
+    """The reward at the end of a rule and age minus that of another, seed by seed; NaN if they share no seed."""
+    ends = {row["seed"]: at_end(row) for row in comparison.of(other, other_staleness)}
+    return interval([at_end(row) - ends[row["seed"]] for row in comparison.of(arm, staleness) if row["seed"] in ends])
+
+
+def differences(comparison: Comparison) -> tuple[list[str], list[tuple[list[str], list[bool]]]]:
+    """M2PO minus each other rule of the same age, and minus on-policy GRPO: heads, then a row for every age.
+
+    With each row which of its cells are beyond the interval: it does not reach 0.
+    """
+    others = [arm for arm in ARMS if arm != "m2po"]
+    rows = []
+    for staleness in comparison.staleness:
+        # At k = 0 GRPO is on-policy GRPO: one cell holds it.
+        own = [paired(comparison, "m2po", staleness, arm, staleness) for arm in others if (arm, staleness) != ("grpo", 0)]
+        found = [paired(comparison, "m2po", staleness, "grpo", 0), *([] if staleness else [interval([])]), *own]
+        cells = ["" if math.isnan(value.mean) else _pm(value, "+") for value in found]
+        rows.append(([str(staleness), *cells], [False, *(abs(value.mean) > value.half for value in found)]))
+    return ["k", "on-policy GRPO", *map(comparison.label, others)], rows
+
+
 def table(comparison: Comparison) -> str:
-    """Markdown: where and how it was measured, and a row for every age and rule."""
+    """Markdown: where and how it was measured, a row for every age and rule, and M2PO beside the others."""
     facts = comparison.facts
     head = [
         "k",
         "rule",
         "reward at the end",
         "against on-policy GRPO",
-        "best - end",
+        "lost since its best",
         "M2 before",
         "M2 after",
-        "no gradient",
+        "dropped or clipped",
         "clip 0.2 would",
         "entropy at the end",
-        "largest gradient norm",
+        f"gradient norm, largest mean of {facts['point_every']} updates",
     ]
     lines = [
         f"{len(comparison.seeds)} seeds, {facts['updates']} updates; torch {facts['torch']}, "
@@ -102,6 +128,16 @@ def table(comparison: Comparison) -> str:
     ]
     for staleness in comparison.staleness:
         lines += [_line(cells(comparison, arm, staleness)) for arm in ARMS if comparison.of(arm, staleness)]
+    head, rows = differences(comparison)
+    lines += [
+        "",
+        "Reward at the end, M2PO minus the other rule at the same k (first column: minus on-policy GRPO), paired by seed, with "
+        "95 % intervals. Bold: the interval does not reach 0.",
+        "",
+        _line(head),
+        _line(["---:"] * len(head)),
+        *(_line([f"**{cell}**" if beyond else cell for cell, beyond in zip(*row, strict=True)]) for row in rows),
+    ]
     return "\n".join(lines)
 
 
@@ -109,32 +145,32 @@ def cells(comparison: Comparison, arm: str, staleness: int) -> list[str]:
     """One row of the table: means over seeds; 95 % intervals where there is a plus-minus sign."""
     rows = comparison.of(arm, staleness)
     ends = [at_end(row) for row in rows]
-    policy = {row["seed"]: at_end(row) for row in comparison.of("grpo", 0)}
-    paired = [end - policy[row["seed"]] for row, end in zip(rows, ends, strict=True) if row["seed"] in policy]
+    against = paired(comparison, arm, staleness, "grpo", 0)
     is_base = (arm, staleness) == ("grpo", 0)
     return [
         str(staleness),
-        "on-policy GRPO" if is_base else ARMS[arm],
+        "on-policy GRPO" if is_base else comparison.label(arm),
         _pm(interval(ends)),
-        "" if is_base or not paired else _pm(interval(paired), "+"),
+        "" if is_base or math.isnan(against.mean) else _pm(against, "+"),
+        # The best is at least the end, so this is never below 0.
         f"{interval([best(row) - end for row, end in zip(rows, ends, strict=True)]).mean:.3f}",
-        _small(_average(rows, "m2_before")),
-        _small(_average(rows, "m2_after")),
-        f"{100 * _average(rows, 'masked'):.2f} %",
-        f"{100 * _average(rows, 'clip_02'):.2f} %",
+        _small(average(rows, "m2_before")),
+        _small(average(rows, "m2_after")),
+        f"{100 * average(rows, 'masked'):.2f} %",
+        f"{100 * average(rows, 'clip_02'):.2f} %",
         f"{interval([row['entropy'][-1] for row in rows]).mean:.3f}",
         _small(interval([max((v for v in row["grad_norm"] if v is not None), default=None) for row in rows]).mean),
     ]
 
 
 def at_end(row: dict[str, Any]) -> float:
-    """Mean held-out reward over the last points."""
+    """Mean evaluated reward over the last points."""
     last = row["reward"][-LAST:]
     return sum(last) / len(last)
 
 
 def best(row: dict[str, Any]) -> float:
-    """The largest mean held-out reward over as many points in a row."""
+    """The largest mean evaluated reward over as many points in a row."""
     reward = row["reward"]
     return max(sum(reward[i : i + LAST]) / len(reward[i : i + LAST]) for i in range(max(len(reward) - LAST, 0) + 1))
 
@@ -151,7 +187,7 @@ def put_into(page: Path, block: str) -> None:
     page.write_text(f"{before}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}")
 
 
-def _average(rows: list[dict[str, Any]], name: str) -> float:
+def average(rows: list[dict[str, Any]], name: str) -> float:
     """Over seeds and points."""
     return interval([value for row in rows for value in row[name]]).mean
 

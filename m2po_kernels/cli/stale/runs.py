@@ -1,14 +1,18 @@
 """The runs of a comparison in worker processes, one file a run, so that an interrupted comparison goes on where it stopped.
 
+A file is found again only by the same plan under the same setting: their hashes name its folder.
 Every run has one thread to itself: its bits do not depend on how many workers there are, or on which run came before.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
+import platform
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +25,14 @@ import torch
 
 from ... import __version__, dispatch
 from ..shared import CliError, need
-from .plan import Plan, Run
+from .plan import Plan, Run, short_hash
 from .policy import new_model, warm_start
 from .task import Task
 from .train import train
+
+PACKAGE = Path(dispatch.__file__).parent
+# These only show what the runs gave. Adapters, the other commands and the linear functions have no part in a run.
+SHOWING = {"command.py", "figures.py", "report.py"}
 
 
 class Finished(NamedTuple):
@@ -34,14 +42,35 @@ class Finished(NamedTuple):
     seconds: float
 
 
-def facts(plan: Plan, workers: int) -> dict[str, Any]:
-    """What the bits of a run depend on, and where it ran."""
+def setting() -> dict[str, str]:
+    """What the bits of a run depend on beside its plan."""
     return {
         "m2po_kernels": __version__,
+        "code": code(PACKAGE),
         "torch": str(torch.__version__),
         "transformers": metadata.version("transformers"),
         "backend": dispatch.choose(torch.device("cpu")),
-        "device": _cpu(),
+        "cpu": f"{_cpu_model()}, {torch.backends.cpu.get_cpu_capability()}",
+    }
+
+
+def code(package: Path) -> str:
+    """A hash of every module and compiled library of the package that can change a bit of a run."""
+    files = [*package.glob("*.py"), *package.glob("*.so"), *(package / "cli" / "stale").glob("*.py")]
+    files += [file for name in ("backends", "reference") for file in (package / name).rglob("*.py")]
+    digest = hashlib.sha256()
+    for file in sorted(file for file in files if file.name not in SHOWING):
+        digest.update(f"{file.relative_to(package)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:12]
+
+
+def facts(plan: Plan, workers: int) -> dict[str, Any]:
+    """The setting, where it ran and, in a checkout, at which commit."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        **setting(),
+        "commit": _commit(),
+        "device": f"{cores} cores, {torch.backends.cpu.get_cpu_capability()}",
         "workers": workers,
         "plan": plan.digest(),
     }
@@ -50,7 +79,7 @@ def facts(plan: Plan, workers: int) -> dict[str, Any]:
 def run_all(plan: Plan, folder: Path, workers: int, fresh: bool, finished: Callable[[int, int, str], None]) -> list[Finished]:
     """All runs, in the plan's order. `finished(done, of, line)` is called after each warm start and run made now.
 
-    folder: where the files of the runs are, in one subfolder for each plan and set of versions; `fresh` empties it first.
+    folder: where the files of the runs are, in one subfolder for each plan and setting; `fresh` empties it first.
     """
     need("transformers", "stale")
     place = folder / _subfolder(plan)
@@ -58,6 +87,7 @@ def run_all(plan: Plan, folder: Path, workers: int, fresh: bool, finished: Calla
         shutil.rmtree(place)
     try:
         place.mkdir(parents=True, exist_ok=True)
+        (place / "setting.json").write_text(json.dumps({**setting(), **plan.values()}, indent=1) + "\n")
     except OSError as error:
         raise CliError(f"--runs: cannot write to {place}: {error.strerror}") from error
     made = {run: found for run in plan.runs() if (found := _read(place, run)) is not None}
@@ -122,8 +152,7 @@ def _end_with(parent: Any) -> None:
 
 
 def _subfolder(plan: Plan) -> str:
-    versions = f"torch{torch.__version__}-transformers{metadata.version('transformers')}"
-    return f"{plan.digest()}-{versions}-{dispatch.choose(torch.device('cpu'))}"
+    return f"{plan.digest()}-{short_hash(json.dumps(setting(), sort_keys=True).encode())}"
 
 
 def _warm_file(place: Path, seed: int) -> Path:
@@ -139,7 +168,25 @@ def _read(place: Path, run: Run) -> Finished | None:
     return Finished(**json.loads(path.read_text())) if path.is_file() else None
 
 
-def _cpu() -> str:
-    simd = torch.backends.cpu.get_cpu_capability()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{cores} cores, {simd}"
+def _cpu_model() -> str:
+    """Matrix products choose their code by it, not by the vector instructions alone."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """Of the checkout that the package is in; None for an installed package."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", *args], cwd=PACKAGE, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if git("rev-parse", "--show-prefix") != f"{PACKAGE.name}/":  # some other project's checkout, with .venv in it
+            return None
+        return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from .arms import LOSSES, Batch, clipped, trust_region
-from .plan import CLIP, Plan, Run
+from .plan import Plan, Run
 from .policy import Engine, Rollouts, evaluate, generator, response_log_probs
 from .task import Task
 
+# What clip_02 counts, whatever the plan's own clip is: PPO's usual one, as the loss's metric clip_fraction does.
+USUAL_CLIP = 0.2
 # Means over the updates of a point, then what the evaluation at its end found.
 TRAINED = ("train_reward", "m2_before", "m2_after", "masked", "clip_02", "train_entropy", "grad_norm")
 EVALUATED = ("reward", "entropy", "response_tokens")
@@ -104,7 +106,7 @@ def _update(
     log_probs, entropy = response_log_probs(model, rollouts.prompts, rollouts.responses)
     behavior, mask = rollouts.log_probs, rollouts.mask
     batch = Batch(log_probs, behavior, behavior if proximal is None else proximal, advantages, mask)
-    loss, kept = LOSSES[arm](batch, plan.micro_batch)
+    loss, kept = LOSSES[arm](batch, plan)
     loss.backward()
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), plan.max_grad_norm))
     if math.isfinite(norm):  # else the update is skipped, as trainers do
@@ -118,7 +120,7 @@ def _update(
         "m2_before": _mean_square(d, region),
         "m2_after": _mean_square(d, region & kept),
         "masked": float(1 - kept.sum() / valid),
-        "clip_02": float((clipped(d, advantages, CLIP, CLIP) & mask).sum() / valid),
+        "clip_02": float((clipped(d, advantages, USUAL_CLIP, USUAL_CLIP) & mask).sum() / valid),
         "train_entropy": float(entropy[mask].mean()),
         "grad_norm": norm,
     }
