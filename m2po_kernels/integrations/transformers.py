@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import ModelOutput
@@ -86,21 +87,27 @@ def add_linear_head(model: PreTrainedModel, *, temperature: float = 1.0, entropy
         ids = labels if shift_labels is None else shift_labels
         if ids is None:
             raise InvalidArgument("fused_lm_head=True needs labels= or shift_labels=; got neither")
-        if getattr(self.config.get_text_config(), "output_router_logits", False):
+        config = self.config.get_text_config()
+        if getattr(config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         states = self.base_model(*args, **kwargs | {"use_cache": False})
-        weight, bias = _head_of(self)
-        hidden, ids = states.last_hidden_state.to(weight.device), ids.to(weight.device)
-        shift = int(shift_labels is None)
-        scored = (ids != _IGNORED)[:, shift:]
-        if head is None:
-            head = partial(_log_probs, mask=scored, return_entropy=entropy)
-        autocast = torch.autocast(hidden.device.type, enabled=False) if fp32 else nullcontext()
-        with autocast:
-            hidden = hidden.float() if fp32 else hidden
-            out = head(hidden, weight, ids.clamp(min=0), bias=bias, shift=shift, **options)
-        aux_loss = _aux_loss(self, states, kwargs) if kwargs.get("output_router_logits") else None
-        return LinearHeadOutput(loss=out.loss, log_probs=out.log_probs, entropy=out.entropy, aux_loss=aux_loss)
+        module, shift = _head_of(self), int(shift_labels is None)
+        device = module.weight.device
+        hidden, ids = states.last_hidden_state.to(device), ids.to(device)
+        compute = head or partial(_log_probs, mask=(ids != _IGNORED)[:, shift:], return_entropy=entropy)
+
+        def of_hidden(hidden: Tensor) -> tuple[Tensor | None, ...]:
+            with torch.autocast(device.type, enabled=False) if fp32 else nullcontext():
+                hidden = hidden.float() if fp32 else hidden
+                out = compute(hidden, module.weight, ids.clamp(min=0), bias=module.bias, shift=shift, **options)
+            return out.loss, out.log_probs, out.entropy
+
+        loss, log_probs, entropies = _as_forward_of(module, of_hidden, hidden)
+        aux_loss = None
+        if kwargs.get("output_router_logits"):
+            experts = config.num_experts, config.num_experts_per_tok
+            aux_loss = load_balancing_loss_func(states.router_logits, *experts, kwargs.get("attention_mask"))
+        return LinearHeadOutput(loss=loss, log_probs=log_probs, entropy=entropies, aux_loss=aux_loss)
 
     causal_lm.forward = MethodType(forward, causal_lm)
     try:
@@ -110,33 +117,44 @@ def add_linear_head(model: PreTrainedModel, *, temperature: float = 1.0, entropy
         raise
 
 
-def _restore(causal_lm: PreTrainedModel, before: Callable[..., Any] | None) -> None:
-    del causal_lm.forward
+def _restore(module: nn.Module, before: Callable[..., Any] | None) -> None:
+    del module.forward
     if before is not None:
-        causal_lm.forward = before
+        module.forward = before
+
+
+def _as_forward_of(head: nn.Module, of_hidden: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+    """of_hidden(hidden); with FSDP2 as the head's forward, whose hooks gather its weight and reduce the gradient."""
+    if not isinstance(head, FSDPModule):
+        return of_hidden(hidden)
+    before = head.__dict__.get("forward")
+    head.forward = of_hidden
+    try:
+        return head(hidden)
+    finally:
+        _restore(head, before)
 
 
 def _log_probs(*args: Any, return_entropy: bool, **kwargs: Any) -> LinearHeadOutput:
     """`linear_log_probs` with the fields of a loss."""
     result = linear_log_probs(*args, return_entropy=return_entropy, **kwargs)
     log_probs, entropy = result if isinstance(result, tuple) else (result, None)
-    return LinearHeadOutput(log_probs=log_probs, entropy=entropy)
+    return LinearHeadOutput(log_probs=log_probs.clone(), entropy=entropy)  # no view: FSDP2 hooks what comes out
 
 
 def _causal_lm(model: Any) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
 
 
-def _head_of(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias, whole. Looked up on each call: FSDP and PEFT replace modules after the forward was added."""
+def _head_of(model: PreTrainedModel) -> nn.Linear:
+    """Looked up on each call: FSDP and PEFT replace modules after the forward was added."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise InvalidArgument(
-            f"the head of {type(model).__name__} must be a torch.nn.Linear, without an adapter (leave it out of PEFT's "
-            f"target_modules); got {type(head).__name__}"
+            f"the head of {type(model).__name__} must be a torch.nn.Linear: leave it out of PEFT's target_modules and "
+            f"modules_to_save, or use the model's own head (M2POConfig: linear_log_probs=False); got {type(head).__name__}"
         )
-    weight, bias = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (head.weight, head.bias))  # FSDP2's DTensors
-    return weight, bias
+    return head
 
 
 def _of_config(model: PreTrainedModel) -> dict[str, Any]:
@@ -152,18 +170,12 @@ def _of_config(model: PreTrainedModel) -> dict[str, Any]:
     return {"logit_scale": 1.0 if scale is None else scale, "logit_softcap": first("final_logit_softcapping")}
 
 
-def _aux_loss(model: PreTrainedModel, states: ModelOutput, kwargs: dict[str, Any]) -> Tensor:
-    config = model.config.get_text_config()
-    return load_balancing_loss_func(
-        states.router_logits, config.num_experts, config.num_experts_per_tok, kwargs.get("attention_mask")
-    )
-
-
 @torch.no_grad()
 def _check(model: PreTrainedModel, own_forward: Callable[..., Any], temperature: float) -> None:
     """Raises where log-probs by the head differ from those of the model's own logits, on eight tokens. Skipped for shards."""
-    weight, _ = _head_of(model)
-    embeddings = model.get_input_embeddings().weight
+    weight, embeddings = _head_of(model).weight, model.get_input_embeddings().weight
+    if hasattr(weight, "full_tensor") or hasattr(embeddings, "full_tensor"):
+        raise InvalidArgument("model must be whole, as its head is tried out: add the head before fully_shard; got DTensors")
     if weight.is_meta or embeddings.is_meta or 0 in (weight.numel(), embeddings.numel()):
         return  # not loaded yet, or partitioned by ZeRO-3
     ids = torch.arange(8, device=embeddings.device).remainder(weight.shape[0])[None]
