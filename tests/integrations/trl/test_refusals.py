@@ -164,9 +164,21 @@ def test_the_tested_versions_are_those_installed(out):
 
 def test_options_are_those_of_a_command_line(out):
     (args,) = TrlParser((M2POConfig,)).parse_args_and_config(
-        ["--output_dir", out, "--use_cpu", "--bf16", "False", "--m2_threshold", "0.1", "--linear_log_probs", "False"]
+        [
+            "--output_dir",
+            out,
+            "--use_cpu",
+            "--bf16",
+            "False",
+            "--m2_threshold",
+            "0.1",
+            "--scope",
+            "all",
+            "--linear_log_probs",
+            "False",
+        ]
     )
-    assert (args.m2_threshold, args.linear_log_probs) == (0.1, False)
+    assert (args.m2_threshold, args.scope, args.linear_log_probs) == (0.1, "all", False)
 
 
 def test_delta_caps_the_ratio_where_the_advantage_is_negative(out):
