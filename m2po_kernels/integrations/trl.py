@@ -2,89 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
 
-from m2po_kernels import M2Accumulator, linear_m2po_loss, loss_scale, m2po_loss
+from m2po_kernels import loss_scale, m2po_loss
 from m2po_kernels.errors import InvalidArgument, InvalidType, MissingBehaviorLogProbs, describe
 
 from .common import MicroBatch, Window, check_version, select_window
 from .transformers import add_linear_head
+from .trl_config import M2POConfig, check_logprobs_mode
+from .trl_rows import IMAGES, loss_of_rows, model_inputs, spread, valid
 
-# Options of GRPO that M2PO has no place for: the one value that leaves each off, and why.
-_OFF = {
-    "loss_type": ("dapo", "M2PO divides by the tokens of the optimizer batch"),
-    "importance_sampling_level": ("token", "M2PO selects tokens"),
-    "epsilon": (0.2, "M2PO selects tokens and clips nothing, so leave it out"),
-    "epsilon_high": (None, "M2PO selects tokens and clips nothing, so leave it out"),
-    "off_policy_mask_threshold": (None, "M2PO selects by itself"),
-    "top_entropy_quantile": (1.0, "M2PO selects by itself"),
-    "entropy_coef": (0.0, "M2PO has no entropy bonus"),
-    "use_adaptive_entropy": (False, "M2PO has no entropy bonus"),
-    "use_bias_correction_kl": (False, "the KL term of M2PO is not weighted by the ratio"),
-    "vllm_importance_sampling_correction": (False, "M2PO's ratio is to the rollout engine already, and would count twice"),
-}
-_IMAGES = (
-    "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "token_type_ids",
-    "mm_token_type_ids", "image_position_ids",
-)  # fmt: skip
-_CARRIED = "m2po"  # the key under which a micro-batch carries its window and its share of it
-
-
-@dataclass
-class M2POConfig(GRPOConfig):
-    """GRPOConfig with M2PO's options. What M2PO has no place for is refused; `delta` caps ratios where A < 0.
-
-    m2_threshold: as in `m2po_loss`.
-    linear_log_probs: log-probs and loss from hidden states by this package, through `add_linear_head`; False: by TRL's head.
-    """
-
-    m2_threshold: float = field(default=0.04, metadata={"help": "Bound on the mean squared log-ratio of the trust region."})
-    linear_log_probs: bool = field(default=True, metadata={"help": "Log-probs and loss by m2po_kernels, not by TRL's head."})
-    use_bias_correction_kl: bool = field(default=False, metadata={"help": "Not with M2PO."})
-    vllm_importance_sampling_correction: bool = field(default=False, metadata={"help": "Not with M2PO."})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, (value, why) in _OFF.items():
-            if getattr(self, name) != value:
-                raise InvalidArgument(f"{name} must be {value!r}: {why}; got {getattr(self, name)!r}")
-        M2Accumulator(m2_threshold=self.m2_threshold)  # checks it
-        if self.delta is not None and not self.delta > 1:
-            raise InvalidArgument(f"delta must be > 1, as it caps the ratio, or None; got {self.delta!r}")
-        uses = self.steps_per_generation * self.num_iterations
-        if uses % self.gradient_accumulation_steps:
-            raise InvalidArgument(
-                f"gradient_accumulation_steps must divide steps_per_generation * num_iterations = {uses}, so that no optimizer "
-                f"step needs a generation that is still to come; got {self.gradient_accumulation_steps}"
-            )
-        if self.parallelism_config is not None and self.parallelism_config.tp_enabled:
-            size = self.parallelism_config.tp_size
-            raise InvalidArgument(f"parallelism_config must have tp_size=1: every rank must have tokens of its own; got {size}")
+__all__ = ["M2POConfig", "M2POTrainer"]
 
 
 class M2POTrainer(GRPOTrainer):
     """GRPOTrainer with M2PO: one selection over all micro-batches and ranks of an optimizer step, made before its first one.
 
-    Needs the rollout engine's log-probs: use_vllm=True, or a rollout_func that returns them.
+    Needs args, an M2POConfig, and the rollout engine's log-probs: use_vllm=True, or a rollout_func that returns them.
     """
 
     _tag_names = ("trl", "m2po")
     _name = "M2PO"
 
-    def __init__(self, model: Any, reward_funcs: Any, args: M2POConfig, *more: Any, **kwargs: Any):
+    def __init__(self, model: Any, reward_funcs: Any = None, args: M2POConfig | None = None, *more: Any, **kwargs: Any):
         check_version("trl")
         if not isinstance(args, M2POConfig):
             raise InvalidType(f"args must be an M2POConfig; got {describe(args)}")
         super().__init__(model, reward_funcs, args, *more, **kwargs)
-        if args.use_vllm and args.vllm_mode == "server" and self.accelerator.is_main_process:
-            check_logprobs_mode(self.vllm_generation.vllm_client.get_server_info())
+        if args.use_vllm and args.vllm_mode == "server":
+            check_logprobs_mode(self.vllm_generation, self.accelerator)
         if args.linear_log_probs:
             head = {"temperature": self.temperature, "fp32": args.cast_lm_head_to_fp32}
             add_linear_head(self.model, entropy=True, **head)
@@ -96,40 +49,103 @@ class M2POTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)
-        if not self.model.training:
-            window = self._select([inputs], fresh=False)
-            return inputs | {_CARRIED: (window, window.shares[0])}
-        if self._step not in self._steps:
-            n, per_generation = self.current_gradient_accumulation_steps, self.args.steps_per_generation
-            since_generation = self._step % (per_generation * self.num_iterations)
-            if since_generation + n > per_generation * self.num_iterations:
+        if self.model.training and self._step not in self._steps:
+            n, uses = self.current_gradient_accumulation_steps, self.args.steps_per_generation * self.num_iterations
+            since_generation = self._step % uses
+            if since_generation + n > uses:
                 raise InvalidArgument(
                     f"gradient_accumulation_steps: {n} micro-batches from {since_generation} of steps_per_generation * "
-                    f"num_iterations = {per_generation * self.num_iterations} on need a generation that is still to come"
+                    f"num_iterations = {uses} on need a generation that is still to come"
                 )
             self._steps = range(self._step, self._step + n)
+        return inputs
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        training, ends = self.model.training, self.accelerator.sync_gradients
+        place = self._steps.index(self._step) if training else 0
+        n = len(self._steps) if training else 1
+        if training and ends != (place == n - 1):
+            raise InvalidArgument(
+                f"the optimizer step {'ends' if ends else 'goes on'} after micro-batch {place + 1} of the {n} that were selected "
+                "together; expected gradient_accumulation_steps to be as at the start"
+            )
+        log_probs = aux_loss = None
+        window = self._window
+        if place == 0:
+            window, log_probs, aux_loss = self._select(model, inputs)
+            self._window = window if training else self._window
+        assert window is not None
+        share = window.shares[place]
+        terms: dict[str, Any] = {
+            "behavior_log_probs": share.behavior_log_probs,
+            "advantages": inputs["advantages"],
+            "mask": share.mask,
+            "selection": window.selection,
+            "part": share.part,
+            "ref_log_probs": inputs.get("ref_per_token_logps"),
+            "kl_coef": self.beta,
+            "ratio_cap": self.args.delta,
+        }
+        rows = None if log_probs is not None else self._rows(inputs, window.selection.keep_of(share.part))
+        if log_probs is None and self.args.linear_log_probs:
+            given = model_inputs(inputs, rows) | ({"output_router_logits": True} if self.aux_loss_enabled else {})
+            keep = inputs["completion_ids"].shape[1]
+            head = partial(loss_of_rows, rows=rows, **terms, logits_to_keep=keep)
+            with self.accelerator.autocast():
+                out = model(**given, labels=given["input_ids"], fused_lm_head=True, head=head)
+            loss, aux_loss = out.loss, out.aux_loss
+        else:
+            if log_probs is None:
+                log_probs, _, aux_loss = self._log_probs(model, inputs, rows, compute_aux_loss=self.aux_loss_enabled)
+            loss = m2po_loss(log_probs, **terms).loss
+        loss = loss * loss_scale(self._group)  # gradients are averaged over the ranks
+        if self.aux_loss_enabled:  # as GRPOTrainer does it
+            loss = loss + self.router_aux_loss_coef * aux_loss / n
+            everywhere = self.accelerator.gather_for_metrics(aux_loss.detach())
+            self._metrics["train" if training else "eval"]["aux_loss"].append(everywhere.mean().item())
+        return loss
+
+    def _select(self, model: Any, inputs: dict[str, Any]) -> tuple[Window, Tensor | None, Tensor | None]:
+        """The selection over the window that starts with micro-batch `inputs`; of that one, log-probs and load-balancing loss.
+
+        Its log-probs have a gradient, so that it goes through the model once. None of both if TRL's own from generation are
+        current, as no step was made since.
+        """
+        micro_batches, fresh = [inputs], False
+        if self.model.training:
+            per_generation = self.args.steps_per_generation
             micro_batches = [self._buffered_inputs[step % per_generation] for step in self._steps]
-            self._window = self._select(micro_batches, fresh=since_generation == 0)
-        assert self._window is not None
-        return inputs | {_CARRIED: (self._window, self._window.shares[self._steps.index(self._step)])}
+            fresh = self._step % (per_generation * self.num_iterations) == 0
+        if fresh and inputs.get("old_per_token_logps") is not None:
+            return self._window_of(micro_batches, [(given["old_per_token_logps"], None) for given in micro_batches]), None, None
+        others = [self._now(given) for given in micro_batches[1:]]  # first, while no graph takes memory
+        # Where the model is sharded all ranks must go through it equally often, so with all sequences at once.
+        at_once = self.is_fsdp_enabled or self.is_deepspeed_enabled or not self.model.training
+        rows = None if at_once else self._rows(inputs, valid(inputs))
+        rest = None if rows is None else self._now(inputs, ~rows)
+        log_probs, entropy, aux_loss = self._log_probs(
+            model, inputs, rows, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+        )
+        assert entropy is not None
+        if rest is not None:
+            log_probs, entropy = log_probs + rest[0], entropy + rest[1]
+        return self._window_of(micro_batches, [(log_probs, entropy), *others]), log_probs, aux_loss
 
     @torch.no_grad()
-    def _select(self, micro_batches: list[dict[str, Any]], *, fresh: bool) -> Window:
-        """One selection over the window, its metrics into TRL's. fresh: the log-probs that TRL took at generation are current."""
+    def _window_of(self, micro_batches: list[dict[str, Any]], current: list[tuple[Tensor, Tensor | None]]) -> Window:
+        """One selection from current log-probs, its metrics and those of the entropies into TRL's."""
         batches, sums = [], torch.zeros(4, device=self.accelerator.device)
-        for inputs in micro_batches:
-            log_probs, entropy = inputs.get("old_per_token_logps") if fresh else None, None
-            if log_probs is None:
-                log_probs, entropy, _ = self._log_probs(self.model, inputs, compute_entropy=True)
-            mask = inputs["completion_mask"] * inputs.get("tool_mask", 1) != 0
+        for inputs, (log_probs, entropy) in zip(micro_batches, current, strict=True):
+            mask = valid(inputs)
             batches.append(MicroBatch(log_probs, inputs.get("sampling_per_token_logps"), inputs["advantages"], mask))
             if entropy is not None:
                 sums[:2] += torch.stack([(entropy * mask).sum(), mask.sum()])
             if self.beta != 0.0:
                 q = torch.where(mask, inputs["ref_per_token_logps"] - log_probs, 0)
                 sums[2:] += torch.stack([(q.expm1() - q).sum(), mask.sum()])
+        settings: dict[str, Any] = {"m2_threshold": self.args.m2_threshold, "scope": self.args.scope}
         try:
-            window = select_window(batches, m2_threshold=self.args.m2_threshold, group=self._group)
+            window = select_window(batches, **settings, group=self._group)
         except MissingBehaviorLogProbs as error:
             raise MissingBehaviorLogProbs(
                 "sampling_per_token_logps is missing: set use_vllm=True, or pass a rollout_func that returns logprobs, as "
@@ -142,54 +158,29 @@ class M2POTrainer(GRPOTrainer):
             self._metrics["train" if self.model.training else "eval"][name].append(value)
         return window
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        window, share = inputs[_CARRIED]
-        ends, n = self.accelerator.sync_gradients, self.current_gradient_accumulation_steps
-        if self.model.training and ends != (self._step == self._steps[-1]):
-            raise InvalidArgument(
-                f"the optimizer step {'ends' if ends else 'goes on'} after micro-batch {self._steps.index(self._step) + 1} of "
-                f"the {len(self._steps)} that were selected together; expected gradient_accumulation_steps to be as at the start"
-            )
-        terms = {
-            "behavior_log_probs": share.behavior_log_probs,
-            "advantages": inputs["advantages"],
-            "mask": share.mask,
-            "selection": window.selection,
-            "part": share.part,
-            "ref_log_probs": inputs.get("ref_per_token_logps"),
-            "kl_coef": self.beta,
-            "ratio_cap": self.args.delta,
-        }
-        if self.args.linear_log_probs:
-            head = partial(linear_m2po_loss, **terms, logits_to_keep=inputs["completion_ids"].shape[1])
-            given = _model_inputs(inputs) | ({"output_router_logits": True} if self.aux_loss_enabled else {})
-            with self.accelerator.autocast():
-                out = model(**given, labels=given["input_ids"], fused_lm_head=True, head=head)
-            loss, aux_loss = out.loss, out.aux_loss
-        else:
-            log_probs, _, aux_loss = self._log_probs(model, inputs, compute_aux_loss=self.aux_loss_enabled)
-            loss = m2po_loss(log_probs, **terms).loss
-        loss = loss * loss_scale(self._group)  # gradients are averaged over the ranks
-        if self.aux_loss_enabled:  # as GRPOTrainer does it
-            loss = loss + self.router_aux_loss_coef * aux_loss / (n if self.model.training else 1)
-        return loss
+    def _rows(self, inputs: dict[str, Any], tokens: Tensor) -> Tensor | None:
+        """Which sequences can have a gradient, bool [B]: those with an advantage at one of `tokens`. None: all of them."""
+        if self.beta != 0.0 or self.aux_loss_enabled or any(inputs.get(name) is not None for name in IMAGES):
+            return None
+        rows = (tokens & (inputs["advantages"].reshape(len(tokens), -1) != 0)).any(1)
+        rows[0] |= ~rows.any()  # at least one: DDP and FSDP wait for each rank's gradient
+        return None if rows.all() else rows
 
-    def _log_probs(self, model: Any, inputs: dict[str, Any], **what: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    @torch.no_grad()
+    def _now(self, inputs: dict[str, Any], rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy without a gradient, in the way GRPOTrainer takes them at generation."""
+        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            log_probs, entropy, _ = self._log_probs(self.model, inputs, rows, compute_entropy=True)
+        assert entropy is not None
+        return log_probs, entropy
+
+    def _log_probs(
+        self, model: Any, inputs: dict[str, Any], rows: Tensor | None, **what: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probs, entropy and load-balancing loss by the model's head, of sequences `rows`; 0 in the others."""
         counts = {name: inputs.get(name) for name in ("num_images", "num_tiles")}
         keep = inputs["completion_ids"].shape[1]
-        return self._get_per_token_logps_and_entropies(model, logits_to_keep=keep, **_model_inputs(inputs), **counts, **what)
-
-
-def _model_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    whole = {
-        "input_ids": torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-        "attention_mask": torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-    }
-    return whole | {name: inputs[name] for name in _IMAGES if inputs.get(name) is not None}
-
-
-def check_logprobs_mode(server_info: dict[str, Any]) -> None:
-    """Raises unless the vLLM server's log-probs are those of the distribution that it sampled from."""
-    mode = server_info["model_config"]["logprobs_mode"]
-    if mode != "processed_logprobs":
-        raise InvalidArgument(f"the vLLM server must run with --logprobs-mode processed_logprobs; it runs with {mode}")
+        log_probs, entropy, aux_loss = self._get_per_token_logps_and_entropies(
+            model, logits_to_keep=keep, **model_inputs(inputs, rows), **counts, **what
+        )
+        return spread(log_probs, rows), None if entropy is None else spread(entropy, rows), aux_loss

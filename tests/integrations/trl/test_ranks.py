@@ -1,4 +1,4 @@
-"""Two processes under DDP with gloo: one selection over both, and what is missing on one is refused by both."""
+"""Two processes with gloo: one selection over both under DDP, what is missing on one is refused by both, and FSDP2's heads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from ranks import LAYOUTS
 from test_trainer import TOLERANCE
 
 
+def run(script: str, out: Path) -> None:
+    path = Path(__file__).with_name(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     out = tmp_path_factory.mktemp("ranks")
-    script = Path(__file__).with_name("ranks.py")
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(out)]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run("ranks.py", out)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -42,3 +46,26 @@ def test_metrics_are_those_of_both_ranks_together(seen):
 def test_log_probs_missing_on_one_rank_are_refused_on_both(seen):
     for rank in seen:
         assert "set use_vllm=True, or pass a rollout_func that returns logprobs" in rank["missing"]
+
+
+@pytest.mark.parametrize("linear", [True, False], ids=["linear", "own-head"])
+def test_a_rank_without_any_advantage_neither_waits_nor_counts_less(seen, linear):
+    for rank in seen:
+        case = rank[f"tied {linear}"]
+        assert len(case["errors"]) == 3
+        assert max(case["errors"]) <= TOLERANCE, case["errors"]
+
+
+def test_a_server_with_raw_log_probs_is_refused_on_both(seen):
+    for rank in seen:
+        assert "--logprobs-mode processed_logprobs; it runs with raw_logprobs" in rank["raw"]
+
+
+def test_weights_under_fsdp2_are_those_of_an_unsplit_run(tmp_path):
+    """In fp64, after three steps. A head that is a unit of its own had its gradient from one rank's tokens alone."""
+    run("fsdp2.py", tmp_path)
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"fsdp2-{rank}.json").read_text())
+        assert "add the head before fully_shard" in seen.pop("added late")
+        assert len(seen) == 8
+        assert max(seen.values()) <= 1e-12, seen

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from accelerate import ParallelismConfig
+from accelerate import Accelerator, ParallelismConfig
+from peft import LoraConfig
 from tiny import Recorded, config
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
@@ -18,7 +20,8 @@ from trl.scripts.utils import TrlParser
 
 from m2po_kernels.errors import InvalidArgument, InvalidType, MissingBehaviorLogProbs
 from m2po_kernels.integrations import common
-from m2po_kernels.integrations.trl import M2POConfig, M2POTrainer, check_logprobs_mode
+from m2po_kernels.integrations.trl import M2POConfig, M2POTrainer
+from m2po_kernels.integrations.trl_config import check_logprobs_mode
 
 
 @pytest.mark.parametrize(
@@ -36,12 +39,27 @@ from m2po_kernels.integrations.trl import M2POConfig, M2POTrainer, check_logprob
         ({"use_bias_correction_kl": True}, "use_bias_correction_kl must be False"),
         ({"delta": 1.0}, r"delta must be > 1, .*got 1\.0"),
         ({"m2_threshold": -1.0}, "m2_threshold must be >= 0"),
+        ({"scope": "some"}, "scope must be"),
+        ({"top_p": 0.9}, r"top_p must be 1\.0: .*log-probs know of temperature alone; got 0\.9"),
+        ({"top_k": 50}, "top_k must be 0: .*got 50"),
+        ({"min_p": 0.1}, r"min_p must be None: .*got 0\.1"),
+        ({"repetition_penalty": 1.1}, r"repetition_penalty must be 1\.0: .*got 1\.1"),
+        ({"vllm_structured_outputs_regex": "a*"}, "vllm_structured_outputs_regex must be None"),
+        ({"generation_kwargs": {"top_p": 0.9}}, r"generation_kwargs may set seed, .*got top_p=0\.9"),
+        ({"generation_kwargs": {"seed": 1, "frequency_penalty": 0.5}}, r"generation_kwargs may set .*got frequency_penalty=0\.5"),
+        ({"generation_kwargs": {"temperature": 0.7}, "temperature": 1.0}, r"generation_kwargs .*got temperature=0\.7"),
+        ({"generation_kwargs": {"logprobs": 5}}, r"generation_kwargs .*got logprobs=5"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_options_without_a_place_are_refused(options, message, out):
     with pytest.raises(InvalidArgument, match=message):
         config(out, **options)
+
+
+def test_a_sampler_that_is_off_may_be_said_to_be(out):
+    harmless = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "temperature": 0.7, "seed": 3, "stop": ["\n"]}
+    config(out, top_k=-1, min_p=0.0, temperature=0.7, generation_kwargs=harmless)
 
 
 @pytest.mark.parametrize("layout", [(2, 8, 4, 1), (4, 2, 3, 1), (4, 2, 1, 3)], ids=str)
@@ -91,10 +109,35 @@ def test_grpos_config_is_refused(out):
         M2POTrainer(tiny.model(), tiny.reward, GRPOConfig(out, use_cpu=True, bf16=False), train_dataset=tiny.dataset())
 
 
+def test_arguments_are_those_of_grpos_trainer():
+    """reward_funcs may be missing, as an environment may give the reward; args is what says that this is M2PO."""
+    ours, theirs = (list(inspect.signature(t.__init__).parameters.values())[1:4] for t in (M2POTrainer, GRPOTrainer))
+    assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in theirs]
+    with pytest.raises(InvalidType, match="args must be an M2POConfig; got None"):
+        M2POTrainer(tiny.model(), tiny.reward, train_dataset=tiny.dataset())
+
+
+def test_a_copy_of_the_head_by_peft_is_refused_with_the_option_to_set(out):
+    peft = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with pytest.raises(InvalidArgument, match=r"modules_to_save, or .*linear_log_probs=False.*got ModulesToSaveWrapper"):
+        Recorded(config(out), peft_config=peft)
+    trainer = Recorded(config(out, steps=1, linear_log_probs=False), peft_config=peft)
+    head = trainer.model.get_output_embeddings()
+    before = head.weight.detach().clone()
+    trainer.train()
+    assert not torch.equal(head.weight, before)
+
+
+def server(mode: str) -> SimpleNamespace:
+    """What check_logprobs_mode reads of a VLLMGeneration; tests of two ranks use it too."""
+    info = {"model_config": {"logprobs_mode": mode}}
+    return SimpleNamespace(vllm_client=SimpleNamespace(get_server_info=lambda: info))
+
+
 def test_a_server_with_raw_log_probs_is_refused():
-    check_logprobs_mode({"model_config": {"logprobs_mode": "processed_logprobs"}})
+    check_logprobs_mode(server("processed_logprobs"), Accelerator(cpu=True))
     with pytest.raises(InvalidArgument, match="--logprobs-mode processed_logprobs; it runs with raw_logprobs"):
-        check_logprobs_mode({"model_config": {"logprobs_mode": "raw_logprobs"}})
+        check_logprobs_mode(server("raw_logprobs"), Accelerator(cpu=True))
 
 
 def test_what_is_read_of_vllm_is_there():
@@ -121,9 +164,21 @@ def test_the_tested_versions_are_those_installed(out):
 
 def test_options_are_those_of_a_command_line(out):
     (args,) = TrlParser((M2POConfig,)).parse_args_and_config(
-        ["--output_dir", out, "--use_cpu", "--bf16", "False", "--m2_threshold", "0.1", "--linear_log_probs", "False"]
+        [
+            "--output_dir",
+            out,
+            "--use_cpu",
+            "--bf16",
+            "False",
+            "--m2_threshold",
+            "0.1",
+            "--scope",
+            "all",
+            "--linear_log_probs",
+            "False",
+        ]
     )
-    assert (args.m2_threshold, args.linear_log_probs) == (0.1, False)
+    assert (args.m2_threshold, args.scope, args.linear_log_probs) == (0.1, "all", False)
 
 
 def test_delta_caps_the_ratio_where_the_advantage_is_negative(out):

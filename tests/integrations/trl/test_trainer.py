@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -62,6 +63,88 @@ def test_gradient_is_that_of_the_whole_optimizer_batch(layout, linear, out):
     check.holds()
     if layout[1] > 1:  # the negative control: selecting in each micro-batch gives another gradient
         assert max(check.apart) > 1e-3, check.apart
+
+
+@pytest.mark.parametrize("linear", [True, False], ids=["linear", "own-head"])
+@pytest.mark.parametrize("layout", [(8, 1, 1, 1), (4, 2, 2, 1), (2, 4, 4, 1), (4, 2, 4, 1), (1, 8, 8, 1)], ids=str)
+def test_sequences_without_advantage_change_nothing(layout, linear, out):
+    """Half of the groups have equal rewards, so that whole micro-batches may be without an advantage."""
+    check = Check()
+    Recorded(config(out, layout, linear_log_probs=linear), check, rewards=tiny.tied).train()
+    check.holds()
+
+
+def forwards(args: tiny.M2POConfig, **kwargs: Any) -> list[tuple[bool, int]]:
+    """Of one optimizer step, in their order: whether with a gradient, and of how many sequences."""
+    seen: list[tuple[bool, int]] = []
+
+    class Counted(Recorded):
+        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+            hook = self.model.base_model.register_forward_pre_hook(
+                lambda _, __, given: seen.append((torch.is_grad_enabled(), len(given["input_ids"]))), with_kwargs=True
+            )
+            with hook:
+                return super()._compute_loss(model, inputs)
+
+    trainer = Counted(args, **kwargs)
+    trainer.train()
+    return seen
+
+
+@pytest.mark.parametrize("linear", [True, False], ids=["linear", "own-head"])
+def test_a_micro_batch_goes_through_the_model_no_more_than_needed(linear, out):
+    """The first of a step once, each other one once more for the selection, and none where TRL has the log-probs already."""
+    options = {"steps": 1, "linear_log_probs": linear}
+    rewards = {"rewards": lambda completions, **_: [float(i) for i in range(len(completions))]}
+    assert forwards(config(out, (8, 1, 1, 1), **options), **rewards) == [(True, 8)]
+    assert forwards(config(out, (4, 2, 2, 1), **options), **rewards) == [(False, 4), (True, 4), (True, 4)]
+    assert forwards(config(out, (4, 2, 4, 1), **options), **rewards) == [(True, 4), (True, 4)]
+
+
+@pytest.mark.parametrize("linear", [True, False], ids=["linear", "own-head"])
+def test_sequences_without_advantage_have_no_forward_with_a_gradient(linear, out):
+    options = {"steps": 1, "linear_log_probs": linear}
+    assert sorted(forwards(config(out, (8, 1, 1, 1), **options), rewards=tiny.tied)) == [(False, 4), (True, 4)]
+    first, rest, *more = forwards(config(out, (4, 2, 2, 1), **options), rewards=tiny.tied)
+    assert first == (False, 4)
+    assert sum(n for has_gradient, n in [rest, *more] if has_gradient) <= 5  # four, or one in a micro-batch that has none
+    with_kl = config(out, (8, 1, 1, 1), **options, beta=0.1, model_init_kwargs={"dtype": "float32"})
+    tiny.model().save_pretrained(f"{out}/model")
+    assert forwards(with_kl, rewards=tiny.tied, policy=f"{out}/model") == [(True, 8)]
+
+
+def test_sharded_ranks_go_through_the_model_equally_often(out):
+    """Whatever their advantages are: FSDP and ZeRO-3 gather the weights in each forward, and each rank waits for the others."""
+    for rewards in (tiny.tied, tiny.reward):
+        seen: list[int] = []
+
+        class Sharded(Recorded):
+            def _compute_loss(self, model: Any, inputs: dict[str, Any], seen: list[int] = seen) -> torch.Tensor:
+                self.is_fsdp_enabled = True
+                hook = self.model.base_model.register_forward_hook(lambda *_: seen.append(1))
+                with hook:
+                    return super()._compute_loss(model, inputs)
+
+        Sharded(config(out, (4, 2, 2, 1), steps=1), rewards=rewards).train()
+        assert len(seen) == 3
+
+
+@pytest.mark.parametrize("linear", [True, False], ids=["linear", "own-head"])
+def test_scope_all_selects_whatever_the_sign(linear, out):
+    check = Check(scope="all")
+    trainer = Recorded(config(out, scope="all", linear_log_probs=linear), check, rewards=tiny.tied)
+    trainer.train()
+    check.holds()
+    assert trainer.state.log_history[0]["m2/trust_region_fraction"] == 1
+
+
+def test_reentrant_checkpointing_is_off_where_nothing_has_a_gradient(out):
+    check = Check()
+    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="None of the inputs have requires_grad=True")
+        Recorded(config(out, **reentrant), check).train()
+    check.holds()
 
 
 def test_temperature_and_checkpointing(out):

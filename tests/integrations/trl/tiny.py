@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import qwen2
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM, TrainerCallback
 
 from m2po_kernels.integrations.trl import M2POConfig, M2POTrainer
 
@@ -27,14 +28,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def model(vocab: int = 98) -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocab, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    return Qwen2ForCausalLM(config)
+def model() -> Qwen2ForCausalLM:
+    return qwen2.tiny(98)
 
 
 def dataset() -> Dataset:
@@ -43,6 +38,11 @@ def dataset() -> Dataset:
 
 def reward(completions: list[str], **_: Any) -> list[float]:
     return [sum(c.isdigit() for c in text) + 0.01 * len(text) for text in completions]
+
+
+def tied(completions: list[str], **_: Any) -> list[float]:
+    """The same for all four completions of every other prompt, which then have no advantage."""
+    return [float(i % 4) * (i % 8 < 4) for i in range(len(completions))]
 
 
 def rollout(prompts: list[str], trainer: M2POTrainer) -> dict[str, Any]:
@@ -99,9 +99,12 @@ def config(out: str, layout: tuple[int, int, int, int] = (4, 2, 2, 1), steps: in
 class Recorded(M2POTrainer):
     """Keeps each micro-batch of an optimizer step, and checks the gradient that the step is about to use."""
 
-    def __init__(self, args: M2POConfig, check: Any = None, rollout_func: Any = rollout, policy: Any = None, **kwargs: Any):
+    def __init__(
+        self, args: M2POConfig, check: Any = None, rollout_func: Any = rollout, policy: Any = None, rewards: Any = reward,
+        **kwargs: Any,
+    ):  # fmt: skip
         super().__init__(
-            model() if policy is None else policy, reward, args, train_dataset=dataset(), processing_class=tokenizer(),
+            model() if policy is None else policy, rewards, args, train_dataset=dataset(), processing_class=tokenizer(),
             rollout_func=rollout_func, **kwargs,
         )  # fmt: skip
         self.seen: list[dict[str, Any]] = []

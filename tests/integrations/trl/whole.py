@@ -23,6 +23,7 @@ def whole_batch(
     *,
     temperature: float = 1.0,
     beta: float = 0.0,
+    scope: str = "quadrants",
     per_micro_batch: bool = False,
 ) -> Whole:
     """per_micro_batch: select over each micro-batch alone, which is another algorithm."""
@@ -31,7 +32,9 @@ def whole_batch(
     exact.double()
     tokens = [_tokens(exact, inputs, temperature) for inputs in micro_batches]
     selected_together = [[part] for part in tokens] if per_micro_batch else [tokens]
-    kept = [_algorithm1(torch.cat([d for d, *_ in group]), torch.cat([a for _, a, _ in group])) for group in selected_together]
+    kept = [
+        _algorithm1(torch.cat([d for d, *_ in group]), torch.cat([a for _, a, _ in group]), scope) for group in selected_together
+    ]
     d, advantages, kl = (torch.cat(column) for column in zip(*tokens, strict=True))
     keep = torch.cat(kept)
     loss = (beta * kl - keep * d.exp() * advantages).sum() / len(d)
@@ -55,10 +58,11 @@ def _tokens(exact: torch.nn.Module, inputs: dict[str, Any], temperature: float) 
     return (log_probs - behavior)[counts], advantages[counts], (q.exp() - q - 1)[counts]
 
 
-def _algorithm1(d: Tensor, advantages: Tensor) -> Tensor:
+def _algorithm1(d: Tensor, advantages: Tensor, scope: str) -> Tensor:
     """M: while the mean of d^2 over the trust region exceeds tau, its largest goes."""
     keep = torch.ones_like(d, dtype=torch.bool)
-    v = {i: x * x for i, (x, a) in enumerate(zip(d.tolist(), advantages.tolist(), strict=True)) if x * a > 0}
+    pairs = enumerate(zip(d.tolist(), advantages.tolist(), strict=True))
+    v = {i: x * x for i, (x, a) in pairs if scope == "all" or x * a > 0}
     while v and sum(v.values()) / len(v) > TAU:
         largest = max(v, key=lambda i: v[i])
         keep[largest] = False
