@@ -150,11 +150,10 @@ class M2POTrainer(ppo_actor.ActorPPOTrainer):
     @torch.no_grad()
     def _micro_batch(self, experience: Any, device: torch.device) -> MicroBatch:
         """Only what the selection needs goes to the device, one micro-batch at a time."""
-        mask = experience.action_mask.to(device)
-        log_probs, rollout, advantages = (
-            None if t is None else t.to(device)
-            for t in (experience.action_log_probs, experience.rollout_log_probs, experience.advantages)
+        log_probs, advantages, mask = (
+            t.to(device) for t in (experience.action_log_probs, experience.advantages, experience.action_mask)
         )
+        rollout = None if experience.rollout_log_probs is None else experience.rollout_log_probs.to(device)
         if not self._fresh:
             images = {}
             if experience.mm_train_inputs and getattr(self.actor, "is_vlm", False):

@@ -18,7 +18,7 @@ from .swift_step import EXPECTED, UNSEEN, check_options, loss_of, select
 from .transformers import add_linear_head
 
 # What each option must be, and why, besides those of both trainers.
-_EXPECTED = {
+_EXPECTED: dict[str, tuple[Any, str]] = {
     "min_p": (0.0, UNSEEN),
     "structured_outputs_regex": (None, UNSEEN),
     "sdar_loss_coef": (0.0, "its loss is not added to M2PO's"),
@@ -52,7 +52,7 @@ class M2POTrainer(GRPOTrainer):
         check_options(options, EXPECTED | _EXPECTED)
         if (size := kwargs["template"].sequence_parallel_size) != 1:
             raise InvalidArgument(
-                f"sequence_parallel_size must be 1 for M2PO, as the adapter cannot tell which ranks hold the same tokens; got {size}"
+                f"sequence_parallel_size must be 1 for M2PO, as which ranks hold the same tokens is not known here; got {size}"
             )
         uses = options.steps_per_generation * options.num_iterations
         if uses % options.gradient_accumulation_steps:

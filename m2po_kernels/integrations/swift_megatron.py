@@ -59,8 +59,8 @@ class M2POMegatronTrainer(MegatronGRPOTrainer):
         current = [(data["grpo_batch"], self._current(data, moved)) for data in encoded_batches]
         if not mpu.is_pipeline_last_stage():
             return  # only the last stage has log-probs, and a loss
-        # Tensor-parallel ranks, and context-parallel ones after ms-swift has put the log-probs together, hold the same tokens: each
-        # selects over its own data-parallel group, and all get the same selection.
+        # Tensor-parallel ranks, and context-parallel ones after ms-swift has put the log-probs together, hold the same tokens:
+        # each selects over its own data-parallel group, and all get the same selection.
         self._window = select(
             current,
             self,

@@ -53,8 +53,8 @@ def select(micro_batches: Iterable[tuple[Any, Any]], trainer: Any, **ranks: Any)
         return select_window(taken(), **trainer.settings, **ranks)
     except MissingBehaviorLogProbs as error:
         raise MissingBehaviorLogProbs(
-            "rollout_per_token_logps is None; expected --use_vllm true, and of a multi_turn_scheduler rollout_logprobs that has a "
-            f"number for each token of the completion ({error})"
+            "rollout_per_token_logps is None; expected --use_vllm true, and of a multi_turn_scheduler rollout_logprobs that has "
+            f"a number for each token of the completion ({error})"
         ) from None
 
 

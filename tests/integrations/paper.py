@@ -23,7 +23,7 @@ class Tokens(NamedTuple):
 
 
 def kept(d: Tensor, advantages: Tensor, threshold: float, *, scope: str = "quadrants") -> Tensor:
-    """Algorithm 1: drops the largest d^2 of the trust region while their mean is above the threshold. scope="all": of all tokens."""
+    """Algorithm 1: drops the largest d^2 of the trust region ("all": of all tokens) while their mean is above the threshold."""
     in_region = ((advantages > 0) & (d > 0)) | ((advantages < 0) & (d < 0)) | (scope == "all")
     v = (d.detach().double() ** 2).tolist()
     region = sorted(in_region.nonzero().flatten().tolist(), key=lambda i: v[i])

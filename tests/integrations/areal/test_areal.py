@@ -249,7 +249,7 @@ def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen = areal.engine.FSDPPPOActor
         assert chosen.scope == scope
         assert getattr(adapter, chosen.__name__) is chosen  # as the workers of a single controller find it
-    with pytest.raises(InvalidArgument, match="^scope must be"):
+    with pytest.raises(InvalidArgument, match=r"^scope must be"):
         adapter.register(scope="some")
     made = []
 

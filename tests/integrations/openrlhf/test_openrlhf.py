@@ -146,7 +146,8 @@ def test_the_selection_is_made_without_dropout() -> None:
 
 
 def test_refuses_an_optimizer_step_over_two_rollouts() -> None:
-    with pytest.raises(InvalidArgument, match=r"^--train\.batch_size must divide the samples of every rollout, .* has 1 of 3 micro-batches$"):
+    wanted = r"^--train\.batch_size must divide the samples of every rollout, .* has 1 of 3 micro-batches$"
+    with pytest.raises(InvalidArgument, match=wanted):
         engine.Run(8)
 
 

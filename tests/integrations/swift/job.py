@@ -146,9 +146,7 @@ def run(folder: Path, name: str, options: dict[str, Any], tweak: dict[str, Any])
     if "RANK" in os.environ:
         arguments["ddp_backend"] = "gloo"
     Trainer.tweak, Trainer.made = tweak, None
-    adapter.register(
-        m2_threshold=tweak.get("m2_threshold", 0.04), linear_log_probs=tweak.get("linear_log_probs", False)
-    )
+    adapter.register(m2_threshold=tweak.get("m2_threshold", 0.04), linear_log_probs=tweak.get("linear_log_probs", False))
     TrainerFactory.TRAINER_MAPPING["grpo"] = f"{__name__}.Trainer"
     result: Any
     try:
