@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import ray
@@ -17,6 +18,19 @@ from m2po_kernels import M2Accumulator, loss_scale, m2po_loss
 from m2po_kernels.errors import InvalidArgument, MissingBehaviorLogProbs
 
 from .common import MicroBatch, Share, Window, check_version, select_window
+
+_REPLACED = "M2PO takes the place of the correction, so leave it out"
+# What each option must be, and why.
+_EXPECTED = {
+    "actor.policy_loss_type": ("ppo", "M2PO weighs each token by its own ratio"),
+    "actor.loss_agg_mode": ("token-mean", "M2PO divides by the tokens of the optimizer step"),
+    "actor.eps_clip_low_high": ((0.2, 0.2), "M2PO selects tokens and clips nothing, so leave it and actor.eps_clip out"),
+    "algo.advantage.is_correction_mode": ("mask", _REPLACED),
+    "algo.advantage.is_correction_gating": ("ratio", _REPLACED),
+    "algo.advantage.is_correction_threshold": ((0.5, 5.0), _REPLACED),
+    "rollout.top_p": (1.0, "the log-probs that are trained on are without it"),
+    "train.dynamic_batch_enable": (False, "its optimizer steps are not fetched whole"),
+}
 
 
 def register(*, m2_threshold: float = 0.04, scope: str = "quadrants") -> None:
@@ -37,6 +51,26 @@ def register(*, m2_threshold: float = 0.04, scope: str = "quadrants") -> None:
     ppo_actor.PolicyModelActor = ray.remote(num_gpus=1)(M2POPolicyModelActor)
 
 
+def _check_options(options: Any) -> None:
+    for path, (wanted, why) in _EXPECTED.items():
+        value = attrgetter(path)(options)
+        value = tuple(value) if isinstance(value, list) else value
+        if value != wanted:
+            raise InvalidArgument(f"--{path} must be {wanted!r} for M2PO, as {why}; got {value!r}")
+    if options.algo.advantage.is_correction_level != "token":
+        error = MissingBehaviorLogProbs if options.algo.advantage.is_correction_level == "off" else InvalidArgument
+        raise error(
+            "--algo.advantage.is_correction_level must be 'token' for M2PO: if it is 'off' vLLM is not asked for log-probs (the "
+            f"correction itself is replaced by M2PO); got {options.algo.advantage.is_correction_level!r}"
+        )
+    samples = options.rollout.batch_size * options.rollout.n_samples_per_prompt
+    if samples % options.train.batch_size:
+        raise InvalidArgument(
+            f"--train.batch_size must divide rollout.batch_size * rollout.n_samples_per_prompt = {samples} for M2PO, or "
+            f"DeepSpeed mixes two rollouts in one optimizer step; got {options.train.batch_size}"
+        )
+
+
 class _Buffer(NaiveReplayBuffer):
     """Notes what was fetched: the trainer fetches all micro-batches of an optimizer step before it trains on the first."""
 
@@ -53,10 +87,10 @@ class M2POTrainer(ppo_actor.ActorPPOTrainer):
 
     replay_buffer: Any
 
-    def __init__(self, *args: Any, m2_threshold: float = 0.04, scope: str = "quadrants", **kwargs: Any):
+    def __init__(self, strategy: Any, *args: Any, m2_threshold: float = 0.04, scope: str = "quadrants", **kwargs: Any):
         check_version("openrlhf")
-        super().__init__(*args, **kwargs)
-        self._check_options()
+        _check_options(strategy.args)
+        super().__init__(strategy, *args, **kwargs)
         self._settings: dict[str, Any] = {"m2_threshold": m2_threshold, "scope": scope}
         plain = self.replay_buffer
         self.replay_buffer = _Buffer(plain.sample_batch_size, plain.limit, plain.cpu_offload, plain.packing_samples)
@@ -66,31 +100,6 @@ class M2POTrainer(ppo_actor.ActorPPOTrainer):
         self._window: Window | None = None
         self._share: Share | None = None
         self._metrics: dict[str, Tensor] = {}
-
-    def _check_options(self) -> None:
-        options = self.args
-        for name, value, wanted, why in (
-            ("actor.policy_loss_type", options.actor.policy_loss_type, "ppo", "M2PO weighs each token by its own ratio"),
-            (
-                "actor.loss_agg_mode",
-                options.actor.loss_agg_mode,
-                "token-mean",
-                "M2PO divides by the tokens of the optimizer step",
-            ),
-            (
-                "train.dynamic_batch_enable",
-                options.train.dynamic_batch_enable,
-                False,
-                "its optimizer steps are not fetched whole",
-            ),
-        ):
-            if value != wanted:
-                raise InvalidArgument(f"--{name} must be {wanted!r} for M2PO, as {why}; got {value!r}")
-        if options.algo.advantage.is_correction_level == "off":
-            raise MissingBehaviorLogProbs(
-                "--algo.advantage.is_correction_level must be 'token' for M2PO: else vLLM is not asked for log-probs (the "
-                "correction itself is replaced by M2PO); got 'off'"
-            )
 
     @property
     def _ranks(self) -> Any:
@@ -102,6 +111,12 @@ class M2POTrainer(ppo_actor.ActorPPOTrainer):
         return max(int(self.strategy.accumulated_gradient), 1)
 
     def ppo_train(self, kl_ctl: float) -> Any:
+        found = len(self.replay_buffer) // self.replay_buffer.sample_batch_size % self._accumulated
+        if found:
+            raise InvalidArgument(
+                "--train.batch_size must divide the samples of every rollout, or DeepSpeed mixes two rollouts in one optimizer "
+                f"step; the last step of this rollout has {found} of {self._accumulated} micro-batches"
+            )
         self._fresh = True  # the weights are those that the action_log_probs of the buffer were computed with
         self.replay_buffer.fetched.clear()
         return super().ppo_train(kl_ctl)
@@ -117,17 +132,9 @@ class M2POTrainer(ppo_actor.ActorPPOTrainer):
     def _select(self) -> None:
         """Makes the window of the optimizer step that begins here."""
         experiences, self.replay_buffer.fetched = self.replay_buffer.fetched, []
-        if len(experiences) != self._accumulated:
-            raise InvalidArgument(
-                "--train.batch_size must divide the samples of a rollout (rollout.batch_size * rollout.n_samples_per_prompt), or "
-                f"DeepSpeed mixes two rollouts in one optimizer step; the last one here has {len(experiences)} of "
-                f"{self._accumulated} micro-batches"
-            )
-        device = experiences[0].sequences.device  # the first is where the model is; the others follow
+        device = experiences[0].sequences.device  # the first is where the model is
         try:
-            window = select_window(
-                (self._micro_batch(e.to_device(device)) for e in experiences), group=self._ranks, **self._settings
-            )
+            window = select_window((self._micro_batch(e, device) for e in experiences), group=self._ranks, **self._settings)
         except MissingBehaviorLogProbs as error:
             raise MissingBehaviorLogProbs(
                 "rollout_log_probs is None; expected --algo.advantage.is_correction_level token, and of an agent log-probs for "
@@ -138,20 +145,26 @@ class M2POTrainer(ppo_actor.ActorPPOTrainer):
         self._metrics = {name: torch.tensor(value) for name, value in window.metrics().items() if name != "m2/cut"}
 
     @torch.no_grad()
-    def _micro_batch(self, experience: Any) -> MicroBatch:
-        log_probs = experience.action_log_probs
+    def _micro_batch(self, experience: Any, device: torch.device) -> MicroBatch:
+        """Only what the selection needs goes to the device, one micro-batch at a time."""
+        log_probs, advantages, mask = (
+            t.to(device) for t in (experience.action_log_probs, experience.advantages, experience.action_mask)
+        )
+        rollout = None if experience.rollout_log_probs is None else experience.rollout_log_probs.to(device)
         if not self._fresh:
             images = {}
             if experience.mm_train_inputs and getattr(self.actor, "is_vlm", False):
-                images = merge_mm_train_inputs(experience.mm_train_inputs, experience.sequences.device)
+                images = merge_mm_train_inputs(experience.mm_train_inputs, device)
+            self.actor.eval()  # as OpenRLHF does for log-probs
             log_probs = self.actor(
-                experience.sequences,
-                experience.action_mask,
-                attention_mask=experience.attention_mask,
+                experience.sequences.to(device),
+                mask,
+                attention_mask=experience.attention_mask.to(device),
                 ring_attn_group=self.strategy.ring_attn_group,
                 **images,
             )
-        return MicroBatch(log_probs, experience.rollout_log_probs, experience.advantages, experience.action_mask)
+            self.actor.train()
+        return MicroBatch(log_probs, rollout, advantages, mask)
 
     def _loss(
         self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, action_mask: Tensor, **rest: Any

@@ -22,9 +22,9 @@ class Tokens(NamedTuple):
     reference: Tensor | None = None
 
 
-def kept(d: Tensor, advantages: Tensor, threshold: float) -> Tensor:
-    """Algorithm 1: drops the largest d^2 of the trust region while their mean is above the threshold."""
-    in_region = ((advantages > 0) & (d > 0)) | ((advantages < 0) & (d < 0))
+def kept(d: Tensor, advantages: Tensor, threshold: float, *, scope: str = "quadrants") -> Tensor:
+    """Algorithm 1: drops the largest d^2 of the trust region ("all": of all tokens) while their mean is above the threshold."""
+    in_region = ((advantages > 0) & (d > 0)) | ((advantages < 0) & (d < 0)) | (scope == "all")
     v = (d.detach().double() ** 2).tolist()
     region = sorted(in_region.nonzero().flatten().tolist(), key=lambda i: v[i])
     while region and math.fsum(v[i] for i in region) / len(region) > threshold:
@@ -41,13 +41,15 @@ def loss(
     threshold: float = 0.04,
     kl_coef: float = 0.0,
     ratio_cap: float = math.inf,
+    scope: str = "quadrants",
 ) -> Tensor:
     """Of all of them as one batch. per_micro_batch: the wrong way, a selection for each of them, as a control."""
     x, b, a = (torch.cat([m[i] for m in micro_batches]).double() for i in range(3))
     if per_micro_batch:
-        keep = torch.cat([kept(m.log_probs.double() - m.behavior.double(), m.advantages, threshold) for m in micro_batches])
+        parts = ((m.log_probs.double() - m.behavior.double(), m.advantages) for m in micro_batches)
+        keep = torch.cat([kept(*part, threshold, scope=scope) for part in parts])
     else:
-        keep = kept(x - b, a, threshold)
+        keep = kept(x - b, a, threshold, scope=scope)
     ratio = (x - b).exp()
     ratio = torch.where((a < 0) & (ratio > ratio_cap), ratio_cap, ratio)
     total = -(ratio * a)[keep].sum()

@@ -55,7 +55,8 @@ def config(folder: Path, **changed: Any) -> PPOActorConfig:
 class Engine(M2POFSDPPPOActor):
     """Notes what each optimizer step was given, and the gradient before it."""
 
-    def __init__(self, made: PPOActorConfig):
+    def __init__(self, made: PPOActorConfig, scope: str = "quadrants"):
+        self.scope = scope
         super().__init__(made)
         self.model = Bigrams()
         self.device = torch.device("cpu")
@@ -65,14 +66,20 @@ class Engine(M2POFSDPPPOActor):
         self.logger = logging.getLogger("engine")
         self.batches: list[dict[str, torch.Tensor]] = []
         self.n_micro_batches: list[int] = []
+        self.in_training: list[tuple[str, bool]] = []
         self.weights: list[dict[str, torch.Tensor]] = []
         self.gradients: list[dict[str, torch.Tensor]] = []
 
     def train_batch(self, input_: dict[str, Any], loss_fn: Any, loss_weight_fn: Any) -> dict[str, float]:
+        self.in_training.append(("train_batch", self.model.training))
         self.batches.append({name: input_[name].clone() for name in ("input_ids", "logprobs", "loss_mask", "advantages")})
         stats = super().train_batch(input_, loss_fn, loss_weight_fn)
         self.n_micro_batches.append(int(stats["num_micro_batches"]))
         return stats
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.in_training.append(("forward", self.model.training))
+        return super().forward(*args, **kwargs)
 
     def optimizer_step(self) -> dict[str, float]:
         for p in self.model.parameters():
@@ -110,10 +117,17 @@ def trajectories(engine: Engine, n: int, *, seed: int) -> list[dict[str, Any]]:
 
 
 def run(
-    folder: Path, samples: int = 8, *, seed: int = 1, unscored: bool = False, missing: bool = False, **changed: Any
+    folder: Path,
+    samples: int = 8,
+    *,
+    seed: int = 1,
+    unscored: bool = False,
+    missing: bool = False,
+    scope: str = "quadrants",
+    **changed: Any,
 ) -> Engine:
     """A PPO update as AReaL's trainer asks for it."""
-    engine = Engine(config(folder, **changed))
+    engine = Engine(config(folder, **changed), scope)
     data = engine.compute_advantages(trajectories(engine, samples, seed=seed + 100 * dist.get_rank()))
     for trajectory in data:
         if unscored:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from areal.api import TrainEngine
-from areal.api.cli_args import MicroBatchSpec, RejectionSamplingConfig
+from areal.api.cli_args import GenerationHyperparameters, MicroBatchSpec, RejectionSamplingConfig
 from areal.engine.fsdp_engine import FSDPPPOActor
 from areal.trainer import PPOTrainer
 from areal.trainer.ppo import actor as ppo
@@ -55,6 +55,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "unscored": ({"unscored": True, "mb_spec": MicroBatchSpec(n_mbs=2)}, {}, 2),
     "cap": ({"c_clip": 1.2, "mb_spec": MicroBatchSpec(n_mbs=2)}, {"ratio_cap": 1.2}, 2),
     "threshold": ({"m2_threshold": 0.1, "mb_spec": MicroBatchSpec(n_mbs=2)}, {"threshold": 0.1}, 2),
+    "all-tokens": ({"scope": "all", "mb_spec": MicroBatchSpec(n_mbs=2)}, {"scope": "all"}, 2),
 }
 
 
@@ -73,9 +74,28 @@ def test_areals_own_option_gives_another_gradient(tmp_path: Path, monkeypatch: p
     """The control: AReaL's own masking of each micro-batch, on the same data."""
     ours = engine.run(tmp_path, ppo_n_minibatches=1, mb_spec=MicroBatchSpec(n_mbs=4))
     stats_tracker.export_all()  # its lists are of equal length only between two exports
-    monkeypatch.setattr(adapter, "M2POActor", ppo.PPOActor)
+    monkeypatch.setattr(adapter, "M2POActor", lambda config, engine, scope: ppo.PPOActor(config, engine))
     theirs = engine.run(tmp_path, ppo_n_minibatches=1, mb_spec=MicroBatchSpec(n_mbs=4))
     assert paper.difference(theirs.gradients[0], ours.gradients[0]) > 1e-2
+
+
+def test_a_micro_batch_without_a_scored_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = engine.trajectories
+
+    def trajectories(*args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        made = plain(*args, **kwargs)
+        made[0]["loss_mask"].zero_()
+        return made
+
+    monkeypatch.setattr(engine, "trajectories", trajectories)
+    run = engine.run(tmp_path, ppo_n_minibatches=1, mb_spec=MicroBatchSpec(n_mbs=8))
+    assert run.n_micro_batches == [8]
+    wanted = reference.gradient(engine.Bigrams(), run.weights[0], run.batches)
+    assert paper.difference(run.gradients[0], wanted) < BOUND
+
+
+def test_the_selection_is_made_without_dropout(tmp_path: Path) -> None:
+    assert engine.run(tmp_path).in_training == [("forward", False), ("train_batch", True)] * 2
 
 
 def test_two_ranks(tmp_path: Path) -> None:
@@ -112,18 +132,98 @@ def test_the_stats_have_the_metrics(tmp_path: Path) -> None:
         {"rejection_sampling": RejectionSamplingConfig()},
         {"enable_tree_training": True},
         {"recompute_logprob": True},
+        {"use_decoupled_loss": True},
+        {"eps_clip": 0.4},
+        {"eps_clip_higher": 0.28},
+        {"c_clip": 1.0},
     ],
     ids=lambda changed: next(iter(changed)),
 )
 def test_refuses(changed: dict[str, Any], tmp_path: Path) -> None:
     ((name, _),) = changed.items()
-    with pytest.raises(InvalidArgument, match=rf"^actor\.{name} must be .* with actor\.m2_threshold.*; got "):
+    with pytest.raises(InvalidArgument, match=rf"^actor\.{name} must be .*, as .*; got "):
         engine.Engine(engine.config(tmp_path, **changed))
 
 
 def test_refuses_an_actor_without_threshold(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"^actor\.m2_threshold must be set"):
         adapter.M2POActor(engine.config(tmp_path, m2_threshold=None), None)
+
+
+class Reached(Exception):
+    """AReaL's own PPOTrainer goes on."""
+
+
+@pytest.fixture
+def make_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Makes AReaL's PPOTrainer after `register`, as far as it gets without GPUs: up to its tokenizer."""
+
+    def reached(*args: Any) -> None:
+        raise Reached
+
+    monkeypatch.setattr("areal.trainer.rl_trainer.load_hf_processor_and_tokenizer", reached)
+    monkeypatch.setattr("areal.trainer.rl_trainer.is_single_controller", lambda: False)
+    monkeypatch.setattr(areal.engine, "FSDPPPOActor", FSDPPPOActor, raising=False)
+    monkeypatch.setattr(PPOTrainer, "__init__", PPOTrainer.__init__)
+    adapter.register()
+    adapter.register()  # a second one changes nothing
+
+    def make(*, rollout: str = "sglang:d1", sampler: dict[str, Any] | None = None, teacher: Any = None, **actor: Any) -> None:
+        PPOTrainer(
+            SimpleNamespace(
+                actor=engine.config(tmp_path, **actor),
+                gconfig=GenerationHyperparameters(**(sampler or {})),
+                rollout=SimpleNamespace(backend=rollout),
+                teacher=teacher,
+                tokenizer_path="",
+            )
+        )
+
+    return make
+
+
+def test_the_trainer_is_made(make_trainer: Callable[..., None]) -> None:
+    for allowed in ({}, {"temperature": 0.7, "sampler": {"temperature": 0.7}}, {"rollout": "vllm:d1"}):
+        with pytest.raises(Reached):
+            make_trainer(**allowed)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "archon"])
+def test_refuses_engines_with_areals_own_masking(backend: str, make_trainer: Callable[..., None]) -> None:
+    with pytest.raises(InvalidArgument, match=rf"^actor\.backend must be fsdp with actor\.m2_threshold, as .*; got '{backend}'$"):
+        make_trainer(backend=f"{backend}:d1")
+    with pytest.raises(Reached):
+        make_trainer(backend=f"{backend}:d1", m2_threshold=None)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"top_p": 0.9},
+        {"top_k": 50},
+        {"greedy": True},
+        {"frequency_penalty": 0.5},
+        {"use_beam_search": True},
+        {"temperature": 0.7},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_refuses_samplers_of_another_distribution(changed: dict[str, Any], make_trainer: Callable[..., None]) -> None:
+    ((name, value),) = changed.items()
+    with pytest.raises(InvalidArgument, match=rf"^gconfig\.{name} must be .* with actor\.m2_threshold, as .*; got {value!r}$"):
+        make_trainer(sampler=changed)
+
+
+def test_refuses_log_probs_from_before_the_temperature(make_trainer: Callable[..., None]) -> None:
+    with pytest.raises(InvalidArgument, match=r"^gconfig\.temperature must be 1\.0 .*, as vLLM .*; got 0\.7$"):
+        make_trainer(rollout="vllm:d1", temperature=0.7, sampler={"temperature": 0.7})
+
+
+def test_refuses_before_anything_is_made(make_trainer: Callable[..., None]) -> None:
+    with pytest.raises(InvalidArgument, match=r"^actor\.eps_clip must be 0\.2"):
+        make_trainer(eps_clip=0.4)
+    with pytest.raises(InvalidArgument, match=r"^teacher must be None .*; got 'a teacher'$"):
+        make_trainer(teacher="a teacher")
 
 
 def test_refuses_a_teacher(tmp_path: Path) -> None:
@@ -143,7 +243,14 @@ def test_without_the_option_all_is_areals(tmp_path: Path) -> None:
 
 def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(areal.engine, "FSDPPPOActor", FSDPPPOActor, raising=False)
-    adapter.register()
+    monkeypatch.setattr(PPOTrainer, "__init__", PPOTrainer.__init__)
+    for scope in ("all", "quadrants"):
+        adapter.register(scope=scope)
+        chosen = areal.engine.FSDPPPOActor
+        assert chosen.scope == scope
+        assert getattr(adapter, chosen.__name__) is chosen  # as the workers of a single controller find it
+    with pytest.raises(InvalidArgument, match=r"^scope must be"):
+        adapter.register(scope="some")
     made = []
 
     class Made(adapter.M2POFSDPPPOActor):

@@ -40,6 +40,10 @@ def arguments(**changed: Any) -> SimpleNamespace:
         "algo.kl.unbiased_gradient": False,
         "ds.packing_samples": False,
         "ds.tensor_parallel_size": 1,
+        "rollout.batch_size": 12,
+        "rollout.n_samples_per_prompt": 1,
+        "rollout.top_p": 1.0,
+        "train.batch_size": 6,
         "train.dynamic_batch_enable": False,
         "train.max_epochs": 1,
         "train.colocate_all": True,
@@ -186,8 +190,10 @@ class Run:
     """One ppo_train over a fresh buffer: what was trained on in each optimizer step, with the gradients."""
 
     def __init__(self, samples: int, *, seed: int = 1, unscored: int = 0, missing: bool = False, **options: Any):
-        made, self.strategy = trainer(**options)
+        self.trainer, self.strategy = trainer(**options)
+        made = self.trainer
         self.trained: list[Experience] = []
+        self.forwards_in_training: list[bool] = []
         step = made.training_step
 
         def training_step(experience: Experience, *args: Any) -> Any:
@@ -195,6 +201,7 @@ class Run:
             return step(experience, *args)
 
         made.training_step = training_step  # type: ignore[method-assign]
+        made.actor.model.register_forward_pre_hook(lambda model, _: self.forwards_in_training.append(model.training))
         torch.manual_seed(seed)
         for experience in experiences(made.actor, samples, seed=seed + 100 * dist.get_rank(), unscored=unscored, missing=missing):
             made.replay_buffer.append(experience)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from openrlhf.models import PolicyLoss
+from openrlhf.trainer.ppo_utils import Experience
 from openrlhf.trainer.ray import ppo_actor
 
 from m2po_kernels.errors import InvalidArgument, MissingBehaviorLogProbs
@@ -100,6 +102,12 @@ def test_the_status_has_the_metrics() -> None:
     ("changed", "error"),
     [
         ({"algo.advantage.is_correction_level": "off"}, MissingBehaviorLogProbs),
+        ({"algo.advantage.is_correction_level": "seq"}, InvalidArgument),
+        ({"algo.advantage.is_correction_mode": "clip"}, InvalidArgument),
+        ({"algo.advantage.is_correction_gating": "tv"}, InvalidArgument),
+        ({"algo.advantage.is_correction_threshold": [0.0, 2.0]}, InvalidArgument),
+        ({"actor.eps_clip_low_high": (0.2, 0.28)}, InvalidArgument),
+        ({"rollout.top_p": 0.9}, InvalidArgument),
         ({"actor.policy_loss_type": "gspo"}, InvalidArgument),
         ({"actor.loss_agg_mode": "seq-mean"}, InvalidArgument),
         ({"train.dynamic_batch_enable": True}, InvalidArgument),
@@ -108,12 +116,38 @@ def test_the_status_has_the_metrics() -> None:
 )
 def test_refuses(changed: dict[str, Any], error: type[Exception]) -> None:
     ((name, value),) = changed.items()
-    with pytest.raises(error, match=rf"^--{name} must be .* for M2PO.*; got {value!r}$"):
+    shown = re.escape(repr(tuple(value) if isinstance(value, list) else value))
+    with pytest.raises(error, match=rf"^--{name} must be .* for M2PO.*; got {shown}$"):
         engine.trainer(**changed)
 
 
+def test_refuses_a_rollout_that_is_no_multiple_of_the_optimizer_step() -> None:
+    with pytest.raises(InvalidArgument, match=r"^--train\.batch_size must divide .* = 20 for M2PO, .*; got 6$"):
+        engine.trainer(**{"rollout.batch_size": 10, "rollout.n_samples_per_prompt": 2})
+
+
+def test_moves_only_what_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer moves each micro-batch before it trains on it; the selection moves none."""
+    moved: list[Experience] = []
+    run = engine.Run(6)  # to_device is called for the buffer too
+    with monkeypatch.context() as patch:
+        plain = Experience.to_device
+        patch.setattr(Experience, "to_device", lambda self, device: moved.append(self) or plain(self, device))
+        with engine.without_cuda(torch.device("cpu")):
+            run.trainer.ppo_train(0.0)
+    assert len(moved) == 3
+
+
+def test_the_selection_is_made_without_dropout() -> None:
+    run = engine.Run(12)
+    del run.forwards_in_training[:12]  # of the rollouts
+    # The first step starts from the log-probs of the buffer; the second has three forwards of its own.
+    assert run.forwards_in_training == [True] * 3 + [False] * 3 + [True] * 3
+
+
 def test_refuses_an_optimizer_step_over_two_rollouts() -> None:
-    with pytest.raises(InvalidArgument, match=r"^--train\.batch_size must divide .* has 1 of 3 micro-batches$"):
+    wanted = r"^--train\.batch_size must divide the samples of every rollout, .* has 1 of 3 micro-batches$"
+    with pytest.raises(InvalidArgument, match=wanted):
         engine.Run(8)
 
 

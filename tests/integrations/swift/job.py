@@ -74,12 +74,14 @@ class Recorder(TrainerCallback):
         model = trainer.accelerator.unwrap_model(trainer.model)
         trainer.steps.append(
             {
+                "head_calls": trainer.head_calls,
                 "micro_batches": [_plain(m) for m in trainer.seen],
                 "weights": {n: p.detach().clone() for n, p in model.named_parameters()},
                 "gradient": {n: p.grad.clone() for n, p in model.named_parameters()},
             }
         )
         trainer.seen.clear()
+        trainer.head_calls = 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "m2/before" in logs:
@@ -106,8 +108,13 @@ class Trainer(adapter.M2POTrainer):
         super().__init__(*args, **kwargs)
         self.steps: list[dict[str, Any]] = []
         self.seen: list[dict[str, Any]] = []
+        self.head_calls = 0  # since the generation or the optimizer step before
+        self.model.get_output_embeddings().register_forward_hook(self.count_head_call)
         self.add_callback(Recorder(self))
         type(self).made = self
+
+    def count_head_call(self, *args: Any) -> None:
+        self.head_calls += 1
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         micro_batches = super()._generate_and_score_completions(inputs)
@@ -120,9 +127,12 @@ class Trainer(adapter.M2POTrainer):
                 batch.rollout_per_token_logps[0, :2] = torch.nan
         if self.tweak.get("missing_on_rank") == rank:
             micro_batches[-1]["grpo_batch"].rollout_per_token_logps = None
+        self.head_calls = 0
         return micro_batches
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.tweak.get("ends_early"):
+            self.accelerator.gradient_state._set_sync_gradients(True)
         loss = super().training_step(model, inputs, *args, **kwargs)
         step = (self._step - 1) % self.args.steps_per_generation
         self.seen.append(self._buffered_inputs[step])
@@ -136,7 +146,7 @@ def run(folder: Path, name: str, options: dict[str, Any], tweak: dict[str, Any])
     if "RANK" in os.environ:
         arguments["ddp_backend"] = "gloo"
     Trainer.tweak, Trainer.made = tweak, None
-    adapter.register(m2_threshold=tweak.get("m2_threshold", 0.04))
+    adapter.register(m2_threshold=tweak.get("m2_threshold", 0.04), linear_log_probs=tweak.get("linear_log_probs", False))
     TrainerFactory.TRAINER_MAPPING["grpo"] = f"{__name__}.Trainer"
     result: Any
     try:

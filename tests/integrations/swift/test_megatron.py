@@ -8,7 +8,7 @@ import ast
 import importlib.util
 import math
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,6 +20,7 @@ import torch
 from swift.rl_core.data import GRPOBatch
 
 from m2po_kernels.errors import InvalidArgument, MissingBehaviorLogProbs
+from m2po_kernels.integrations import swift_step
 
 N_MICRO_BATCHES = 3
 
@@ -84,6 +85,11 @@ def options(**changed: Any) -> SimpleNamespace:
             "rollout_importance_sampling_mode": None,
             "off_policy_sequence_mask_delta": None,
             "top_entropy_quantile": 1.0,
+            "epsilon": 0.2,
+            "epsilon_high": None,
+            "top_p": 1.0,
+            "top_k": -1,
+            "repetition_penalty": 1.0,
             "router_replay_mode": "disabled",
             "calculate_per_token_loss": False,
             "temperature": 1.0,
@@ -160,11 +166,36 @@ def test_gradient_is_that_of_the_whole_batch(adapter: Any, moved: bool, changed:
     assert metrics["m2/unscored_tokens"] == [0.0]
 
 
-def test_only_the_last_stage_of_a_pipeline_selects(adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter.mpu, "is_pipeline_last_stage", lambda: False)
-    trainer = adapter.M2POMegatronTrainer(options(), SimpleNamespace(padding_free=False))
-    trainer._on_train_step_batch([{"grpo_batch": None}])
-    assert trainer._window is None
+@pytest.mark.parametrize("moved", [False, True], ids=["fresh", "moved"])
+def test_every_stage_of_a_pipeline_takes_part_in_a_forward(adapter: Any, monkeypatch: pytest.MonkeyPatch, moved: bool) -> None:
+    """Two stages, one after the other, as a send does not wait. What is received but was never sent would be waited for."""
+    sent: deque[torch.Tensor] = deque()
+    stage = 0
+    monkeypatch.setattr(adapter.mpu, "is_pipeline_last_stage", lambda: stage == 1)
+
+    def forward(
+        self: Parent, model: Any, data_iterator: Iterator[Any], no_grad: bool = True, temperature: float = 1.0
+    ) -> tuple[torch.Tensor | None, None]:
+        data = next(data_iterator)
+        if stage == 0:
+            sent.append(data["current"])
+            return None, None
+        return sent.popleft(), None
+
+    monkeypatch.setattr(Parent, "compute_per_token_logps", forward)
+    first, last = (adapter.M2POMegatronTrainer(options(), SimpleNamespace(padding_free=False)) for _ in range(2))
+    first._step = last._step = int(moved)
+    made = batches(5, moved=moved)
+    of_first = batches(5, moved=moved)
+    for data in of_first:
+        data["grpo_batch"].old_per_token_logps = None
+    first._on_train_step_batch(of_first)
+    assert len(sent) == (N_MICRO_BATCHES if moved else 0)
+    assert first._window is None
+    assert not first._metrics["train"]
+    stage = 1
+    torch.testing.assert_close(step(last, made).double(), whole(made), rtol=2**-21, atol=2**-26)  # as above
+    assert not sent
 
 
 def test_evaluation_is_the_parents(adapter: Any) -> None:
@@ -190,6 +221,12 @@ def test_missing_log_probs(adapter: Any) -> None:
         {"rollout_importance_sampling_mode": "token_mask"},
         {"off_policy_sequence_mask_delta": 0.1},
         {"top_entropy_quantile": 0.2},
+        {"epsilon": 0.3},
+        {"epsilon_high": 0.28},
+        {"delta": 1.0},
+        {"top_p": 0.9},
+        {"top_k": 50},
+        {"repetition_penalty": 1.05},
         {"router_replay_mode": "R2"},
         {"calculate_per_token_loss": True},
     ],
@@ -207,9 +244,9 @@ def test_refuses_log_probs_from_before_the_temperature(adapter: Any) -> None:
 
 
 def test_register(adapter: Any) -> None:
-    adapter.register(m2_threshold=0.02)
+    adapter.register(m2_threshold=0.02, scope="all")
     assert sys.modules["swift.megatron.trainers"].MegatronGRPOTrainer is adapter.M2POMegatronTrainer  # type: ignore[attr-defined]
-    assert adapter.M2POMegatronTrainer.m2_threshold == 0.02
+    assert adapter.M2POMegatronTrainer.settings == {"m2_threshold": 0.02, "scope": "all"}
     with pytest.raises(InvalidArgument, match="m2_threshold must be >= 0"):
         adapter.register(m2_threshold=-1.0)
 
@@ -256,6 +293,16 @@ def test_the_hooks_are_as_released() -> None:
     assert "dp_size = mpu.get_data_parallel_world_size()\n            normalizer = num_items_in_batch / dp_size" in text
     assert "loss = loss * self.args.num_microbatches" in text
     assert "return (loss, reporting_metric)" in text
+    # A forward without gradients is received from the stage before this one and sent to the one after it.
+    helper = ast.unparse(source("megatron/utils/utils.py"))
+    assert "if not mpu.is_pipeline_first_stage():\n        recv_shape_buffer" in helper
+    assert "send_to_next_pipeline_rank(output_tensor)\n        output_tensor = None" in helper
+    assert "if labels is None or output_tensor is None:\n        return (None, routing_topk_idx)" in ast.unparse(
+        source(trainers + "utils.py")
+    )
+    options = ast.unparse(source("megatron/arguments/megatron_args.py"))
+    for name in (*swift_step.EXPECTED, "delta", "router_replay_mode", "calculate_per_token_loss"):
+        assert f"    {name}: " in options
     entry = ast.unparse(source("megatron/pipelines/train/rlhf.py"))
     assert "'grpo': 'MegatronGRPOTrainer'" in entry
     assert "getattr(module, trainer_cls_name)" in entry

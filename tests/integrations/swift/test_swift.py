@@ -65,12 +65,19 @@ ONE_RANK: dict[str, dict[str, Any]] = {
     "unscored": {"options": layout(2, 4), "tweak": {"unscored": True}},
     "threshold": {"options": layout(2, 4), "tweak": {"m2_threshold": 0.1}, "reference": {"threshold": 0.1}},
     "checkpointing": {"options": layout(2, 4, gradient_checkpointing="true")},
+    "linear": {"options": layout(2, 3, 2), "tweak": {"linear_log_probs": True}},
+    "linear-kl-entropy": {
+        "options": layout(2, 2, beta=0.05, log_entropy="true"),
+        "tweak": {"linear_log_probs": True},
+        "reference": {"kl_coef": 0.05},
+    },
 }
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "ranks-one-window": {"options": layout(2, 2)},
     "ranks-two-windows": {"options": layout(2, 4, per_device_train_batch_size=2)},
     "ranks-across-iterations": {"options": layout(2, 3, 2)},
     "ranks-unscored": {"options": layout(2, 4), "tweak": {"unscored": True}},
+    "ranks-linear": {"options": layout(2, 3, 2), "tweak": {"linear_log_probs": True}},
 }
 RESTART = {
     "through": {"options": layout(2, 2, save_strategy="steps", save_steps=2)},
@@ -80,8 +87,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "refuse-loss-type": (layout(2, 2, loss_type="grpo"), "loss_type must be 'dapo'"),
     "refuse-future": (layout(4, 2), "gradient_accumulation_steps must divide steps_per_generation * num_iterations"),
     "refuse-straddling": (layout(2, 3), "gradient_accumulation_steps must divide steps_per_generation * num_iterations"),
+    "refuse-top-p": (layout(2, 2, top_p=0.9), "top_p must be 1.0"),
     "refuse-temperature": (layout(2, 2, temperature=0.7), "temperature must be 1.0 unless use_vllm is true"),
 }
+ENDS_EARLY = {"ends-early": {"options": layout(2, 2), "tweak": {"ends_early": True}}}
 PLUGIN = {"plugin": {"options": layout(2, 2, external_plugins=str(EXAMPLE))}}
 MISSING_ON_RANK_1 = {"missing": {"options": layout(2, 2), "tweak": {"missing_on_rank": 1}}}
 
@@ -95,7 +104,7 @@ def model(folder: Path) -> Any:
 def one_rank(run_job: Callable[..., Any], folder: Path) -> dict[str, list[Any]]:
     RESTART["resumed"]["options"]["resume_from_checkpoint"] = str(folder / "through" / "out" / "checkpoint-2")
     refused = {name: {"options": options} for name, (options, _) in REFUSED.items()}
-    return run_job({**ONE_RANK, **RESTART, **refused, **PLUGIN})
+    return run_job({**ONE_RANK, **RESTART, **refused, **ENDS_EARLY, **PLUGIN})
 
 
 @pytest.fixture(scope="session")
@@ -124,6 +133,18 @@ def test_gradient_is_that_of_the_whole_batch(name: str, one_rank: Any, model: An
 def test_gradient_is_that_of_the_whole_batch_of_two_ranks(name: str, two_ranks: Any, model: Any) -> None:
     assert len(two_ranks[name][0]) == 4
     check(TWO_RANKS[name], two_ranks[name], model)
+
+
+def test_log_probs_from_hidden_states_need_no_logits(one_rank: Any, two_ranks: Any) -> None:
+    assert one_rank["windows-across-iterations"][0][-1]["head_calls"] > 0  # the control
+    for step in one_rank["linear"][0] + one_rank["linear-kl-entropy"][0] + two_ranks["ranks-linear"][1]:
+        assert step["head_calls"] == 0
+    assert all("entropy/mean" in step["logs"] for step in one_rank["linear-kl-entropy"][0])
+
+
+def test_the_window_ends_with_the_optimizer_step(one_rank: Any) -> None:
+    (result,) = one_rank["ends-early"]
+    assert result["error"].startswith("InvalidArgument: the optimizer step ends after micro-batch 1 of the 2 that were selected")
 
 
 @pytest.mark.parametrize("name", ["two-windows-of-a-generation", "one-window-of-a-generation"])
@@ -195,6 +216,14 @@ def options(**changed: Any) -> SimpleNamespace:
         {"rollout_importance_sampling_mode": "token_truncate"},
         {"off_policy_sequence_mask_delta": 0.1},
         {"top_entropy_quantile": 0.2},
+        {"epsilon": 0.3},
+        {"epsilon_high": 0.28},
+        {"delta": 1.0},
+        {"top_p": 0.9},
+        {"top_k": 50},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.05},
+        {"structured_outputs_regex": "[0-9]+"},
         {"sdar_loss_coef": 0.1},
         {"chord_sft_dataset": ["some/data"]},
         {"use_liger_kernel": True},
@@ -220,10 +249,12 @@ def test_refuses_to_split_a_micro_batch() -> None:
 
 def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TrainerFactory.TRAINER_MAPPING, "grpo", TrainerFactory.TRAINER_MAPPING["grpo"])
-    monkeypatch.setattr(adapter.M2POTrainer, "m2_threshold", adapter.M2POTrainer.m2_threshold)
-    adapter.register(m2_threshold=0.02)
+    for name in ("settings", "linear_log_probs"):
+        monkeypatch.setattr(adapter.M2POTrainer, name, getattr(adapter.M2POTrainer, name))
+    adapter.register(m2_threshold=0.02, linear_log_probs=True)
     assert TrainerFactory.get_trainer_cls(SimpleNamespace(rlhf_type="grpo")) is adapter.M2POTrainer
-    assert adapter.M2POTrainer.m2_threshold == 0.02
+    assert adapter.M2POTrainer.settings == {"m2_threshold": 0.02, "scope": "quadrants"}
+    assert adapter.M2POTrainer.linear_log_probs
     with pytest.raises(InvalidArgument, match="m2_threshold must be >= 0"):
         adapter.register(m2_threshold=-1.0)
 
