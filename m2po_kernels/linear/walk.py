@@ -55,7 +55,10 @@ class Walk:
         tokens = wanted.nonzero().flatten()
         if n <= torch.iinfo(torch.int32).max:  # they are kept over the walk; half as wide, they take no more than log-probs
             tokens = tokens.to(torch.int32)
-        return (tokens[piece].to(torch.int64) for piece in chunks(tokens.shape[0], self._most))
+        pieces = chunks(tokens.shape[0], self._most)
+        if pieces:  # what is recomputed later are fewer rows, in chunks that are no larger: the buffer need not be
+            self._most = min(self._most, pieces[0].stop)
+        return (tokens[piece].to(torch.int64) for piece in pieces)
 
     def visit(self, tokens: Tensor) -> Visit:
         """Multiplies these tokens' rows. The logits of the chunk before are gone. Raises InvalidArgument, on a CPU, for ids or
