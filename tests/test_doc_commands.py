@@ -179,7 +179,7 @@ def test_pip_extras_exist(command):
         assert set(extras.split(",")) <= set(project["optional-dependencies"])
 
 
-@pytest.mark.parametrize("command", [c for c in of("pip") if not c.where.startswith("docs/integrations/")], ids=ids)
+@pytest.mark.parametrize("command", of("pip"), ids=ids)
 def test_pip_is_not_sent_to_look_for_this_package(command):
     """No index has it (yet): in a fresh environment only a clone can be installed."""
     assert not any(word.startswith(("m2po-kernels", "m2po_kernels")) for word in words(command))
