@@ -72,7 +72,7 @@ def linear_log_probs(
         the whole vocabulary's. Both are then required. All ranks pass the same hidden, ids and mask, and the same gradient
         flows into all. d hidden and d lora_a are this rank's part; reduce_hidden=True sums them over tp_group.
     gather_rows: False multiplies every row, so that no count has to reach the host: for CUDA graphs.
-    max_workspace_bytes: of a chunk's logits and hidden states. Default 192 MB on a CPU, 640 MB elsewhere.
+    max_workspace_bytes: of a chunk's logits and hidden states. Default 160 MB on a CPU, 640 MB elsewhere.
 
     Returns log_probs, or (log_probs, entropy): float32, float64 for float64 products. The backward multiplies again, only rows
     that a gradient flows into; hidden, weight and ids are all that is saved. Second derivatives raise. A row has the same bits

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from ..errors import InvalidArgument
 
 # Bytes of a chunk where the caller names none. Every chunk reads and writes the fp32 sum of d weight once (V H 8 bytes, against
-# 2 V H rows operations), so that a larger chunk is less traffic. CPU: some 1,000 rows of 49,152 fp32 logits; with d weight at
-# H = 576 a tenth of what [4096, V] logits and their copies cost in PyTorch. Else: 2,048 rows of 152,000 bf16 logits.
-WORKSPACE_CPU = 192_000_000
+# 2 V H rows operations), so that a larger chunk is less traffic. CPU: 768 rows of 49,152 fp32 logits; with d weight at
+# H = 576 a tenth of what [4096, V] logits and their copies cost in PyTorch. Else: 1,984 rows of 152,000 bf16 logits.
+WORKSPACE_CPU = 160_000_000
 WORKSPACE = 640_000_000
 ROUND_TO = 64  # rows; a product's tiles are then full but for the last chunk's
 
