@@ -100,6 +100,7 @@ class M2POTrainer(GRPOTrainer):
             loss = m2po_loss(log_probs, **terms).loss
         loss = loss * loss_scale(self._group)  # gradients are averaged over the ranks
         if self.aux_loss_enabled:  # as GRPOTrainer does it
+            assert aux_loss is not None
             loss = loss + self.router_aux_loss_coef * aux_loss / n
             everywhere = self.accelerator.gather_for_metrics(aux_loss.detach())
             self._metrics["train" if training else "eval"]["aux_loss"].append(everywhere.mean().item())

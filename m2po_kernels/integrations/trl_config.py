@@ -11,9 +11,7 @@ from trl import GRPOConfig
 from m2po_kernels import M2Accumulator
 from m2po_kernels.errors import InvalidArgument
 
-_SAMPLED = (
-    "M2PO weighs a token by how likely it was to be sampled, and the log-probs that are trained on know of temperature alone"
-)
+_SAMPLED = "M2PO weighs a token by how likely it was to be sampled, and the trainer's log-probs know of temperature alone"
 # Options of GRPO that M2PO has no place for: the values that leave each off, and why.
 _OFF: dict[str, tuple[tuple[Any, ...], str]] = {
     "loss_type": (("dapo",), "M2PO divides by the tokens of the optimizer batch"),
