@@ -95,8 +95,8 @@ def _growth(rows: list[dict]) -> list[str]:
         "",
         f"The gradients are those of the weight and of the hidden states, {row_bytes:,} bytes a token. Beside them stands the "
         f"workspace, which has a limit; from {few['rows']:,} to {many['rows']:,} tokens the column grows by {each:,.0f} bytes a "
-        "token: chunks that come nearer to that limit, the allocator's pages, and at most 16 bytes a token for log-probs, indices "
-        "and coefficients.",
+        "token: chunks that come nearer to that limit, the allocator's pages, and at most 16 bytes a token for log-probs, "
+        "indices and coefficients.",
     ]
 
 
