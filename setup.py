@@ -20,6 +20,7 @@ from setuptools import Distribution, Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 CHOICES = ("none", "cpu", "cuda")
@@ -52,7 +53,9 @@ def architectures() -> list[str]:
     wanted = os.environ.get("M2PO_ARCHITECTURES", "")
     chosen = [arch for arch in (wanted.split(",") if wanted else ARCHITECTURES) if wanted or arch in known]
     unknown = [arch for arch in chosen if arch not in known]
-    if unknown or not chosen:
+    if not wanted and not chosen:  # as any failure of the compiler: without M2PO_BUILD=cuda the library is left out
+        raise CompileError(f"{find_nvcc()} knows none of {', '.join(ARCHITECTURES)}")
+    if unknown:
         raise SystemExit(f"M2PO_ARCHITECTURES must name some of {', '.join(known)}, which {find_nvcc()} knows; got {wanted!r}")
     return chosen
 

@@ -52,9 +52,7 @@ def over_computed(counts: Tensor, floats: Tensor, computed: Tensor, batch: Batch
             COUNTS.index(f"{name}_tokens") for name in ("valid", "trust_region", "dropped", "clipped")
         )
         unseen = (counts[dropped] - (computed.reshape(batch.keep.shape) & ~batch.keep).sum()).clamp(min=0)
-        if (
-            rule.scope == "quadrants"
-        ):  # with a log-ratio of 0, which stands in, a token is in none; in scope "all" each is counted
+        if rule.scope == "quadrants":  # the 0 that stands in for its log-ratio is in none; with "all" each token is counted
             counts[region] += unseen
         share = counts[region].to(floats.dtype) / counts[valid].clamp(min=1).to(floats.dtype)
         floats[FLOATS.index("trust_region_fraction")] = share

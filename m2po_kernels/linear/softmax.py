@@ -91,9 +91,8 @@ def _log_softmax(logits: Tensor, ids: Tensor, temperatures: Tensor | None, args:
 def _forward_split(logits: Tensor, ids: Tensor, temperatures: Tensor | None, args: LinearArgs) -> Rows:
     assert args.group is not None
     n, vocab, dtype = *logits.shape, args.sum_dtype
-    exists = (ids >= 0) & (
-        ids < args.vocab_size
-    )  # on a CPU `Walk.visit` has raised; elsewhere the log-prob is NaN, as on one rank
+    # For others `Walk.visit` has raised on a CPU; elsewhere their log-prob is NaN, as on one rank.
+    exists = (ids >= 0) & (ids < args.vocab_size)
     here = (ids >= args.vocab_start) & (ids < args.vocab_start + vocab)
     nothing = torch.full((n,), -torch.inf, dtype=dtype, device=logits.device)
     zeros = torch.zeros_like(nothing)
