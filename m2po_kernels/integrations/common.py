@@ -101,6 +101,31 @@ class Window:
         return logged
 
 
+def steps_of_window(step: int, n: int, uses: int) -> range:
+    """The micro-batches of the optimizer step that begins at `step`, where TRL and ms-swift generate every `uses` of them.
+
+    Raises InvalidArgument if they need a generation that is still to come.
+    """
+    since_generation = step % uses
+    if since_generation + n > uses:
+        raise InvalidArgument(
+            f"gradient_accumulation_steps: {n} micro-batches from {since_generation} of steps_per_generation * "
+            f"num_iterations = {uses} on need a generation that is still to come"
+        )
+    return range(step, step + n)
+
+
+def check_window_end(steps: range, step: int, ends: bool) -> int:
+    """The place of micro-batch `step` in its window. Raises InvalidArgument if the optimizer step ends elsewhere than the window."""
+    done, n = steps.index(step) + 1, len(steps)
+    if ends != (done == n):
+        raise InvalidArgument(
+            f"the optimizer step {'ends' if ends else 'goes on'} after micro-batch {done} of the {n} that were selected "
+            "together; expected gradient_accumulation_steps to be as at the start"
+        )
+    return done - 1
+
+
 def select_window(
     micro_batches: Iterable[MicroBatch],
     *,

@@ -13,7 +13,7 @@ from torch import Tensor
 from m2po_kernels import M2Accumulator, loss_scale
 from m2po_kernels.errors import InvalidArgument
 
-from .common import Window, check_version
+from .common import Window, check_version, check_window_end, steps_of_window
 from .swift_step import EXPECTED, UNSEEN, check_options, loss_of, select
 from .transformers import add_linear_head
 
@@ -86,14 +86,8 @@ class M2POTrainer(GRPOTrainer):
         """Makes the window of the optimizer step that begins here."""
         n, per_generation = self.current_gradient_accumulation_steps, self.args.steps_per_generation
         uses = per_generation * self.num_iterations
-        since_generation = self._step % uses
-        if since_generation + n > uses:
-            raise InvalidArgument(
-                f"gradient_accumulation_steps: {n} micro-batches from {since_generation} of steps_per_generation * "
-                f"num_iterations = {uses} on need a generation that is still to come"
-            )
-        self._steps = range(self._step, self._step + n)
-        moved = since_generation != 0  # else the weights are those that the log-probs of the generation were computed with
+        self._steps = steps_of_window(self._step, n, uses)
+        moved = self._step % uses != 0  # else the weights are those that the log-probs of the generation were computed with
         micro_batches = (self._buffered_inputs[step % per_generation] for step in self._steps)
         self._window = select(((m["grpo_batch"], self._current(m, moved)) for m in micro_batches), self, group=_world())
         for name, value in self._window.metrics().items():
@@ -133,14 +127,9 @@ class M2POTrainer(GRPOTrainer):
             return loss, metrics
         assert self._window is not None
         assert log_probs is not None
-        done, n, ends = self._steps.index(self._step) + 1, len(self._steps), self.accelerator.sync_gradients
-        if ends != (done == n):
-            raise InvalidArgument(
-                f"the optimizer step {'ends' if ends else 'goes on'} after micro-batch {done} of the {n} that were selected "
-                "together; expected gradient_accumulation_steps to be as at the start"
-            )
-        loss = loss_of(log_probs, grpo_batch, self._window, self._window.shares[done - 1], self)
-        return loss * loss_scale(_world(), micro_batches=n), metrics
+        place = check_window_end(self._steps, self._step, self.accelerator.sync_gradients)
+        loss = loss_of(log_probs, grpo_batch, self._window, self._window.shares[place], self)
+        return loss * loss_scale(_world(), micro_batches=len(self._steps)), metrics
 
     def _compute_loss_chunked(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.model.training:

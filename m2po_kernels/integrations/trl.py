@@ -12,9 +12,9 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from m2po_kernels import loss_scale, m2po_loss
-from m2po_kernels.errors import InvalidArgument, InvalidType, MissingBehaviorLogProbs, describe
+from m2po_kernels.errors import InvalidType, MissingBehaviorLogProbs, describe
 
-from .common import MicroBatch, Window, check_version, select_window
+from .common import MicroBatch, Window, check_version, check_window_end, select_window, steps_of_window
 from .transformers import add_linear_head
 from .trl_config import M2POConfig, check_logprobs_mode
 from .trl_rows import IMAGES, loss_of_rows, model_inputs, spread, valid
@@ -50,25 +50,14 @@ class M2POTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)
         if self.model.training and self._step not in self._steps:
-            n, uses = self.current_gradient_accumulation_steps, self.args.steps_per_generation * self.num_iterations
-            since_generation = self._step % uses
-            if since_generation + n > uses:
-                raise InvalidArgument(
-                    f"gradient_accumulation_steps: {n} micro-batches from {since_generation} of steps_per_generation * "
-                    f"num_iterations = {uses} on need a generation that is still to come"
-                )
-            self._steps = range(self._step, self._step + n)
+            uses = self.args.steps_per_generation * self.num_iterations
+            self._steps = steps_of_window(self._step, self.current_gradient_accumulation_steps, uses)
         return inputs
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        training, ends = self.model.training, self.accelerator.sync_gradients
-        place = self._steps.index(self._step) if training else 0
+        training = self.model.training
+        place = check_window_end(self._steps, self._step, self.accelerator.sync_gradients) if training else 0
         n = len(self._steps) if training else 1
-        if training and ends != (place == n - 1):
-            raise InvalidArgument(
-                f"the optimizer step {'ends' if ends else 'goes on'} after micro-batch {place + 1} of the {n} that were selected "
-                "together; expected gradient_accumulation_steps to be as at the start"
-            )
         log_probs = aux_loss = None
         window = self._window
         if place == 0:
