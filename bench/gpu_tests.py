@@ -24,6 +24,7 @@ FILES = (
     "test_worked_cases.py",
     "test_selection.py",
     "test_accumulate.py",
+    "test_accumulate_misuse.py",
     "test_agreement.py",
     "test_large.py",
 )

@@ -9,8 +9,8 @@
     docs/variants.md           bench.variants, computed
 
 A page that has the markers, or lies beside its rows, and for which there are no rows is found as well. The tables of
-docs/stale.md are those of `m2po stale --report`; tests/test_stale.py holds them to their rows. Plots are not compared: matplotlib
-draws the same rows in other bytes on another machine.
+docs/stale.md are those of `m2po stale --report`; tests/test_stale_report.py holds them to their rows. Plots are not compared:
+matplotlib draws the same rows in other bytes on another machine.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def steps_of_window(step: int, n: int, uses: int) -> range:
 
 
 def check_window_end(steps: range, step: int, ends: bool) -> int:
-    """The place of micro-batch `step` in its window. Raises InvalidArgument if the optimizer step ends elsewhere than the window."""
+    """The place of micro-batch `step` in its window. Raises InvalidArgument if the optimizer step ends at another place."""
     done, n = steps.index(step) + 1, len(steps)
     if ends != (done == n):
         raise InvalidArgument(
